@@ -1,0 +1,1 @@
+"""The Python SDK (sync and asyncio) and the command line."""

@@ -1,0 +1,1 @@
+"""Real clusters of processes: starting them, breaking them, and judging what happened."""

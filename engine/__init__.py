@@ -1,0 +1,1 @@
+"""Weights, kernels, model, KV cache, batching and sampling. Knows nothing of snapshot files, sessions or gRPC."""
