@@ -1,0 +1,67 @@
+# Two commands matter: `make demo` and `make test`. Both set themselves up in .venv on a machine with Python >= 3.11 and nothing else.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("kvferry needs Python >= 3.11, but $(PYTHON) is " + sys.version.split()[0] + ": run make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+
+$(VENV)/.runtime: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/.runtime
+
+$(VENV)/.bench: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[bench]'
+	@touch $@
+
+setup: $(VENV)/.runtime ## make the venv with what kvferry needs to run
+
+setup-dev: $(VENV)/.dev ## the same with the developer's tools
+
+demo: $(VENV)/.runtime ## a three-node cluster, a node killed in mid-answer, the verdict
+	$(BIN)/kvferry drill demo
+
+test: $(VENV)/.dev ## every test that takes seconds; under 15 minutes on 2 cores
+	$(BIN)/kvferry models fetch smollm2-135m
+	$(PYTEST)
+
+test-all: $(VENV)/.dev ## the slow ones as well
+	$(BIN)/kvferry models fetch smollm2-135m
+	$(PYTEST) -m 'not bench'
+
+lint: $(VENV)/.dev ## format, lint, types, import contracts, the wire contract
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p kvferry
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/python -m kvferry.proto.generate --check
+
+format: $(VENV)/.dev ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(VENV)/.dev ## generate the stubs anew
+	$(BIN)/python -m kvferry.proto.generate
+
+bench: bench-engine ## every benchmark: ratios against a peer in the same run
+
+bench-engine: $(VENV)/.runtime $(VENV)/.bench ## prefill and decode beside llama.cpp
+	$(BIN)/kvferry models fetch smollm2-135m
+	$(BIN)/python -m kvferry.bench.engine
+
+clean: ## remove what set-up made in this folder
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
