@@ -48,7 +48,7 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         stale = stale_stubs()
         if stale:
-            print(f"error: generated stubs are stale: {', '.join(stale)}; run `make proto`", file=sys.stderr)  # noqa: T201
+            print(f"error: generated stubs are stale: {', '.join(stale)}; run `make proto`", file=sys.stderr)
         return 1 if stale else 0
     generate(IMPORT_ROOT)
     return 0

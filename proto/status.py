@@ -1,7 +1,7 @@
 """Error codes and the one gRPC status each of them maps to; used by both ends of every call.
 
-An error travels as its status, its sentence, and two trailing metadata entries: ``kvferry-code`` (stable, for programs) and,
-where trying again can help, ``retry-after-ms``.
+An error travels as its status, its sentence, and two trailing metadata entries: ``kvferry-code`` (stable, for
+programs) and, where trying again can help, ``retry-after-ms``.
 """
 
 from __future__ import annotations
