@@ -24,10 +24,8 @@ def server_options() -> Options:
         ("grpc.so_reuseport", 0),  # else two workers share a port without an error
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        (
-            "grpc.http2.min_ping_interval_without_data_ms",
-            KEEPALIVE_MS // 2,
-        ),  # a long prefill is silent: pings must be welcome
+        # a long prefill is silent: the pings of its client must be welcome
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS * 5),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS * 5),
@@ -44,10 +42,8 @@ def channel_options() -> Options:
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", 1),
-        (
-            "grpc.initial_reconnect_backoff_ms",
-            100,
-        ),  # the default grows to 120 s: a rebooted board would look dead for two minutes
+        # the default grows to 120 s: a rebooted board would look dead for two minutes
+        ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),  # a started stream cannot be retried; failover is ours
