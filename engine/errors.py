@@ -1,0 +1,68 @@
+"""What can go wrong in the engine: one small tree, each class with a stable code and a sentence for a person.
+
+``code`` is what programs test for; it travels to clients where the table of statuses knows it. ``exit_code`` is what a
+command ends with. ``str(error)`` says what, where, and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EngineError(Exception):
+    """Base class: whatever the engine refuses or cannot do."""
+
+    code: ClassVar[str] = "internal"
+    exit_code: ClassVar[int] = 1
+
+
+class ModelNotFound(EngineError):
+    """No model of this name is fetched and no file or folder is there."""
+
+    code: ClassVar[str] = "model_not_found"
+    exit_code: ClassVar[int] = 3
+
+
+class ModelInvalid(EngineError):
+    """The file or folder is there and is not a whole, well-formed model."""
+
+    code: ClassVar[str] = "model_invalid"
+    exit_code: ClassVar[int] = 4
+
+
+class UnsupportedArchitecture(EngineError):
+    """A well-formed model that this version cannot run exactly; the sentence names what is supported."""
+
+    code: ClassVar[str] = "unsupported_architecture"
+    exit_code: ClassVar[int] = 5
+
+
+class FetchFailed(EngineError):
+    """A model could not be fetched: no network, no such model, or not the promised bytes."""
+
+    code: ClassVar[str] = "fetch_failed"
+    exit_code: ClassVar[int] = 6
+
+
+class InvalidSampling(EngineError):
+    """A sampling setting outside its range; the sentence names the setting, its value and the range."""
+
+    code: ClassVar[str] = "invalid_sampling"
+
+
+class InvalidMessage(EngineError):
+    """Chat messages that the model's template refuses or that cannot be rendered within its limits."""
+
+    code: ClassVar[str] = "invalid_message"
+
+
+class ContextExceeded(EngineError):
+    """More tokens than the context length holds."""
+
+    code: ClassVar[str] = "prompt_too_long"
+
+
+class OutOfKvMemory(EngineError):
+    """No free block is left in the KV pool; release a sequence, or give the pool more memory."""
+
+    code: ClassVar[str] = "out_of_kv_memory"
