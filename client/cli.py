@@ -1,0 +1,96 @@
+"""The command `kvferry`: a group that loads each room's commands when they run, so that no room imports another."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib.metadata import EntryPoint, entry_points, version
+from typing import Final
+
+import click
+
+ENTRY_POINT_GROUP: Final = "kvferry.commands"
+
+SHORT_HELP: Final = {
+    "up": "Start a local cluster in one command.",
+    "chat": "Talk to the model; the conversation outlives nodes and coordinators.",
+    "sessions": "List, show, fork and delete conversations.",
+    "nodes": "Show the fleet.",
+    "status": "Show the coordinator and its fleet at a glance.",
+    "models": "Fetch, list, inspect and verify models.",
+    "node": "Run a node.",
+    "coordinator": "Run a coordinator.",
+    "kv": "List, inspect, verify and dump KV snapshots.",
+    "score": "Compute logits and KV rows of given tokens, to compare with another implementation.",
+    "drill": "Break a real cluster and judge what happened.",
+}
+"""What `kvferry --help` prints. Kept here, since asking a command for its help imports its room."""
+
+EXIT_INTERRUPTED: Final = 130
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are entry points, imported when they run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """Names in the order of SHORT_HELP, then whatever other packages bring."""
+        names = {point.name for point in entry_points(group=ENTRY_POINT_GROUP)}
+        return [name for name in SHORT_HELP if name in names] + sorted(names - SHORT_HELP.keys())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        """Imports the command's room."""
+        point = self._entry_point(cmd_name)
+        if point is None:
+            return None
+        command = point.load()
+        if not isinstance(command, click.Command):
+            raise click.ClickException(f"{point.value} is not a command; reinstall kvferry.")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Prints the table without importing anything."""
+        rows = [(name, SHORT_HELP.get(name, "")) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _entry_point(self, name: str) -> EntryPoint | None:
+        return next(iter(entry_points(group=ENTRY_POINT_GROUP, name=name)), None)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(version("kvferry"), prog_name="kvferry")
+def kvferry() -> None:
+    """Serve one chat model on a handful of small boards; every conversation outlives the board it runs on."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command and exits: 0, the error class's exit code, 2 for wrong usage, 130 for Ctrl-C.
+
+    An error of ours becomes one sentence; anything else is a bug and keeps its traceback.
+    """
+    logging.getLogger("stamina").addHandler(logging.NullHandler())  # commands tell of retries in their own words
+    try:
+        result = kvferry.main(args=arguments, prog_name="kvferry", standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(EXIT_INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+        sys.exit(0)
+    except Exception as error:
+        if not _is_ours(error):
+            raise
+        click.echo(f"error: {error}", err=True)
+        sys.exit(getattr(error, "exit_code", 1))
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def _is_ours(error: Exception) -> bool:
+    return isinstance(getattr(error, "code", None), str) and type(error).__module__.startswith("kvferry.")
+
+
+if __name__ == "__main__":
+    main()

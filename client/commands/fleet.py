@@ -1,0 +1,73 @@
+"""`kvferry nodes` and `kvferry status`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from kvferry.client.commands.options import (
+    UNARY_PATIENCE_S,
+    bytes_text,
+    coordinator_option,
+    duration_text,
+    json_option,
+    print_json,
+    print_table,
+)
+from kvferry.client.sdk import Client, NodeInfo
+
+
+@click.command()
+@coordinator_option
+@json_option
+def nodes(coordinator: str, as_json: bool) -> None:
+    """Show the fleet."""
+    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+        found = client.nodes()
+    if as_json:
+        print_json(found)
+    else:
+        _print_nodes(found)
+
+
+@click.command()
+@coordinator_option
+@json_option
+def status(coordinator: str, as_json: bool) -> None:
+    """Show the coordinator and its fleet at a glance."""
+    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+        found = client.status()
+    if as_json:
+        print_json(found)
+        return
+    click.echo(f"coordinator {found.coordinator_id} at {coordinator}, kvferry {found.version}, model {found.model}")
+    click.echo(
+        f"up {duration_text(found.uptime_seconds)} (start {found.generation}), "
+        f"{found.n_turns_finished} turns finished, {found.n_failovers} failovers"
+    )
+    click.echo(
+        f"{found.n_sessions} sessions, {found.n_open_turns} turns open, "
+        f"{found.n_snapshots} snapshots ({bytes_text(found.snapshot_bytes)})"
+    )
+    _print_nodes(found.nodes)
+
+
+def _print_nodes(found: Sequence[NodeInfo]) -> None:
+    columns = ["node", "state", "address", "#running", "#queued", "#sessions", "KV", "kernels", "store", "#heard"]
+    rows = [
+        [
+            node.node_id,
+            node.state.value,
+            node.address,
+            str(node.n_running),
+            str(node.n_queued),
+            str(node.n_resident_sessions),
+            f"{bytes_text(node.kv_bytes_used)} of {bytes_text(node.kv_bytes_budget)}",
+            f"{node.kernel_path} x {node.n_threads}",
+            "ok" if node.store_ok else "failing",
+            f"{node.seconds_since_heartbeat:.1f} s ago",
+        ]
+        for node in found
+    ]
+    print_table(columns, rows, "No node has registered yet.")

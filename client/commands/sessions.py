@@ -1,0 +1,101 @@
+"""`kvferry sessions`: list, show, fork, delete."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import click
+
+from kvferry.client.commands.options import (
+    UNARY_PATIENCE_S,
+    coordinator_option,
+    json_option,
+    print_json,
+    print_table,
+)
+from kvferry.client.sdk import Client, SessionInfo
+
+
+@click.group()
+def sessions() -> None:
+    """List, show, fork and delete conversations."""
+
+
+@sessions.command("list")
+@coordinator_option
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="At most this many.")
+@json_option
+def list_sessions(coordinator: str, limit: int, as_json: bool) -> None:
+    """List conversations, most recently used first."""
+    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+        found = client.list_sessions(limit=limit)
+    if as_json:
+        print_json(found)
+    else:
+        print_sessions(found)
+
+
+@sessions.command()
+@click.argument("session_id")
+@coordinator_option
+@json_option
+def show(session_id: str, coordinator: str, as_json: bool) -> None:
+    """Show a conversation with its answers."""
+    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+        details = client.session(session_id).details()
+    if as_json:
+        print_json(details)
+        return
+    head = details.session
+    click.echo(f"session {head.session_id}: {head.n_turns} turns, {head.n_tokens} tokens, model {head.model}")
+    for turn in details.turns:
+        for message in turn.messages:
+            click.echo(f"\n[{message.role}] {message.content}")
+        nodes = ", ".join(dict.fromkeys(p.node_id for p in turn.placements)) or "no node yet"
+        click.echo(f"\n[assistant, {turn.n_answer_tokens} tokens, {nodes}, {turn.state.value}] {turn.answer}")
+
+
+@sessions.command()
+@click.argument("session_id")
+@coordinator_option
+@click.option("--turns", type=click.IntRange(min=0), default=None, help="Keep the first N turns only.")
+@click.option("--name", default=None, help="Name of the new session.")
+@json_option
+def fork(session_id: str, coordinator: str, turns: int | None, name: str | None, as_json: bool) -> None:
+    """Start a new conversation from the first turns of another."""
+    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+        forked = client.session(session_id).fork(name, n_turns=turns)
+    if as_json:
+        print_json({"session_id": forked.id, "forked_from": session_id})
+    else:
+        click.echo(forked.id)
+
+
+@sessions.command()
+@click.argument("session_id")
+@coordinator_option
+@json_option
+def delete(session_id: str, coordinator: str, as_json: bool) -> None:
+    """Forget a conversation."""
+    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+        client.session(session_id).delete()
+    if as_json:
+        print_json({"deleted": session_id})
+    else:
+        click.echo(f"deleted {session_id}")
+
+
+def print_sessions(found: list[SessionInfo]) -> None:
+    """As a table."""
+    rows = [
+        [
+            session.session_id,
+            str(session.n_turns),
+            str(session.n_tokens),
+            datetime.fromtimestamp(session.updated_at_ms / 1000, UTC).astimezone().strftime("%Y-%m-%d %H:%M"),
+            session.last_node_id or "-",
+            "running" if session.open_turn_id else "",
+        ]
+        for session in found
+    ]
+    print_table(["session", "#turns", "#tokens", "used", "node", ""], rows, "No sessions yet.")

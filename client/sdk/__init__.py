@@ -1,0 +1,91 @@
+"""The Python SDK: `Client` and `AsyncClient`, their values and errors; everything a program needs is here.
+
+with Client("127.0.0.1:7070") as client:
+    session = client.create_session()
+    for event in session.generate("What does a ferryman do?", max_tokens=64):
+        if isinstance(event, Token):
+            print(event.text, end="")
+"""
+
+from kvferry.client.errors import (
+    BadRequest,
+    BrokenSequence,
+    ClientError,
+    Conflict,
+    NotFound,
+    NotNow,
+    Overloaded,
+    ServerFault,
+    TurnFailed,
+    Unavailable,
+)
+from kvferry.client.sdk.aio import DEFAULT_ADDRESS, AsyncClient, AsyncSession
+from kvferry.client.sdk.events import (
+    Candidate,
+    ConnectionLost,
+    Finished,
+    FinishReason,
+    NodeLost,
+    Placed,
+    PrefixReport,
+    Started,
+    Token,
+    TokenLogprob,
+    TurnEvent,
+)
+from kvferry.client.sdk.sync import Client, Session, Turn
+from kvferry.client.sdk.turn import Answer, AsyncTurn
+from kvferry.client.sdk.values import (
+    GREEDY,
+    ClusterStatus,
+    Message,
+    NodeInfo,
+    NodeState,
+    Sampling,
+    SessionDetails,
+    SessionInfo,
+    TurnInfo,
+    TurnState,
+)
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "GREEDY",
+    "Answer",
+    "AsyncClient",
+    "AsyncSession",
+    "AsyncTurn",
+    "BadRequest",
+    "BrokenSequence",
+    "Candidate",
+    "Client",
+    "ClientError",
+    "ClusterStatus",
+    "Conflict",
+    "ConnectionLost",
+    "FinishReason",
+    "Finished",
+    "Message",
+    "NodeInfo",
+    "NodeLost",
+    "NodeState",
+    "NotFound",
+    "NotNow",
+    "Overloaded",
+    "Placed",
+    "PrefixReport",
+    "Sampling",
+    "ServerFault",
+    "Session",
+    "SessionDetails",
+    "SessionInfo",
+    "Started",
+    "Token",
+    "TokenLogprob",
+    "Turn",
+    "TurnEvent",
+    "TurnFailed",
+    "TurnInfo",
+    "TurnState",
+    "Unavailable",
+]

@@ -1,0 +1,163 @@
+"""The SDK for asyncio; `sync.py` is the same without await."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+from kvferry.client.errors import SessionExists, UnknownSession
+from kvferry.client.sdk import wire
+from kvferry.client.sdk.connection import Connection
+from kvferry.client.sdk.retry import Patience
+from kvferry.client.sdk.turn import AsyncTurn
+from kvferry.client.sdk.values import (
+    GREEDY,
+    ClusterStatus,
+    Message,
+    NodeInfo,
+    Sampling,
+    SessionDetails,
+    SessionInfo,
+)
+from kvferry.proto.v1 import chat_pb2
+
+DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
+
+PATIENCE_S: Final = 60.0
+"""A coordinator's restart takes about a second; a minute also covers that of its board."""
+
+PAGE_SIZE: Final = 100
+
+
+def new_uuid() -> str:
+    """A random name for a session or a turn."""
+    return str(uuid.uuid4())
+
+
+class AsyncClient:
+    """A connection to a coordinator; use it as `async with`, in one event loop.
+
+    Short calls and streams alike are asked again while the coordinator is away, for up to `patience_s` seconds per
+    outage (0: every error is raised at once). `new_id` makes the names of sessions and turns. All methods raise
+    ClientError.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        patience_s: float = PATIENCE_S,
+        new_id: Callable[[], str] = new_uuid,
+    ) -> None:
+        self._connection = Connection(address, Patience(patience_s))
+        self._new_id = new_id
+
+    @property
+    def address(self) -> str:
+        """host:port of the coordinator."""
+        return self._connection.address
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes the connection and every stream on it; turns go on."""
+        await self._connection.aclose()
+
+    async def create_session(self, session_id: str | None = None) -> AsyncSession:
+        """A new conversation; without a name it gets one of its own."""
+        wanted = session_id or self._new_id()
+        request = chat_pb2.CreateSessionRequest(session_id=wanted)
+        await self._connection.ask_once_done(self._connection.stub.CreateSession, request, done_already=SessionExists)
+        return self.session(wanted)
+
+    def session(self, session_id: str) -> AsyncSession:
+        """A handle on a conversation that exists; asks nobody."""
+        return AsyncSession(self._connection, session_id, self._new_id)
+
+    async def list_sessions(self, *, limit: int | None = None) -> list[SessionInfo]:
+        """Most recently used first; at most `limit`."""
+        found: list[SessionInfo] = []
+        page_token = ""
+        while limit is None or len(found) < limit:
+            page_size = PAGE_SIZE if limit is None else min(PAGE_SIZE, limit - len(found))
+            request = chat_pb2.ListSessionsRequest(page_size=page_size, page_token=page_token)
+            page = await self._connection.ask(self._connection.stub.ListSessions, request)
+            found += [wire.session_of(session) for session in page.sessions]
+            page_token = page.next_page_token
+            if not page_token:
+                break
+        return found
+
+    async def nodes(self) -> list[NodeInfo]:
+        """The fleet as the coordinator sees it."""
+        response = await self._connection.ask(self._connection.stub.ListNodes, chat_pb2.ListNodesRequest())
+        return [wire.node_of(node) for node in response.nodes]
+
+    async def status(self) -> ClusterStatus:
+        """The coordinator and its fleet at a glance."""
+        response = await self._connection.ask(self._connection.stub.GetStatus, chat_pb2.GetStatusRequest())
+        return wire.status_of(response)
+
+
+class AsyncSession:
+    """A conversation. Made by AsyncClient.create_session, AsyncClient.session and fork."""
+
+    def __init__(self, connection: Connection, session_id: str, new_id: Callable[[], str]) -> None:
+        self.id = session_id
+        self._connection = connection
+        self._new_id = new_id
+
+    async def details(self) -> SessionDetails:
+        """Its turns, and all tokens of the finished ones."""
+        request = chat_pb2.GetSessionRequest(session_id=self.id)
+        response = await self._connection.ask(self._connection.stub.GetSession, request)
+        return wire.session_details_of(response)
+
+    def generate(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        sampling: Sampling = GREEDY,
+        max_tokens: int = 0,
+        stop: Sequence[str] = (),
+        turn_id: str | None = None,
+    ) -> AsyncTurn:
+        """Starts a turn with the new messages (a text: one message of the user) when the result is first iterated.
+
+        max_tokens 0: to the end of the context. The same turn_id asked again is the same turn. Raises InvalidSampling
+        and InvalidRequest at once for values that no message can hold.
+        """
+        turn_id = turn_id or self._new_id()
+        request = wire.generate_request(
+            self.id, turn_id, messages=messages, sampling=sampling, max_tokens=max_tokens, stop=stop
+        )
+        return AsyncTurn(self._connection, self.id, turn_id, request)
+
+    def resume(self, turn_id: str | None = None, *, from_index: int = 0) -> AsyncTurn:
+        """Streams a turn, running or finished, from any token on; without a name the latest one."""
+        return AsyncTurn(self._connection, self.id, turn_id or "", first_index=from_index)
+
+    async def cancel(self, turn_id: str) -> None:
+        """Ends a turn; it keeps the tokens that came."""
+        request = chat_pb2.CancelTurnRequest(session_id=self.id, turn_id=turn_id)
+        await self._connection.ask(self._connection.stub.CancelTurn, request)
+
+    async def fork(self, new_session_id: str | None = None, *, n_turns: int | None = None) -> AsyncSession:
+        """A new conversation that starts with the first n_turns of this one (None: all finished ones)."""
+        wanted = new_session_id or self._new_id()
+        request = chat_pb2.ForkSessionRequest(session_id=self.id, new_session_id=wanted, n_turns=n_turns)
+        await self._connection.ask_once_done(self._connection.stub.ForkSession, request, done_already=SessionExists)
+        return AsyncSession(self._connection, wanted, self._new_id)
+
+    async def delete(self) -> None:
+        """Forgets the conversation."""
+        request = chat_pb2.DeleteSessionRequest(session_id=self.id)
+        await self._connection.ask_once_done(self._connection.stub.DeleteSession, request, done_already=UnknownSession)

@@ -1,0 +1,71 @@
+"""The one way to the coordinator: a channel, its stub, and short calls that are asked again."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import grpc
+import stamina
+
+from kvferry.client.errors import ClientError, map_rpc_error
+from kvferry.client.sdk.retry import Patience, backoff_of
+from kvferry.proto.channel import channel_options
+from kvferry.proto.v1 import chat_pb2_grpc
+
+DEADLINE_S: Final = 10.0
+"""Of one try of a short call: a coordinator that needs longer is stuck."""
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+class Connection:
+    """Opened on first use, in the event loop that uses it; belongs to that loop."""
+
+    def __init__(self, address: str, patience: Patience) -> None:
+        self.address = address
+        self.patience = patience
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: chat_pb2_grpc.ChatServiceAsyncStub | None = None
+
+    @property
+    def stub(self) -> chat_pb2_grpc.ChatServiceAsyncStub:
+        """ChatService at the other end."""
+        if self._stub is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=channel_options())
+            self._stub = chat_pb2_grpc.ChatServiceStub(self._channel)
+        return self._stub
+
+    async def aclose(self) -> None:
+        """Closes the channel and every call on it."""
+        if self._channel is not None:
+            await self._channel.close()
+        self._channel = self._stub = None
+
+    async def ask(self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request) -> Response:
+        """Asks until it is answered or patience ends; for calls that may be repeated. Raises ClientError."""
+        response = await self.ask_once_done(method, request, done_already=None)
+        assert response is not None  # noqa: S101 - for mypy: None comes with done_already only
+        return response
+
+    async def ask_once_done(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        *,
+        done_already: type[ClientError] | None,
+    ) -> Response | None:
+        """As `ask`, for calls that change something.
+
+        None: `done_already` came on a later try, so an earlier one had worked and only its reply was lost.
+        """
+        async for attempt in stamina.retry_context(on=backoff_of, **self.patience.limits()):
+            with attempt:
+                try:
+                    return await method(request, timeout=DEADLINE_S)
+                except grpc.aio.AioRpcError as rpc_error:
+                    error = map_rpc_error(rpc_error, self.address)
+                if attempt.num > 1 and done_already is not None and isinstance(error, done_already):
+                    return None
+                raise error
+        raise AssertionError("stamina returns or raises")

@@ -1,0 +1,121 @@
+"""What happens in a turn, as frozen values; the order in which they come is that of the coordinator's stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    END = "end"
+    LENGTH = "length"
+    STOP_STRING = "stop_string"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token that could have been drawn."""
+
+    token_id: int
+    logprob: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReport:
+    """Where the rows of a turn's prompt came from; n_resident + n_restored + n_computed = n_tokens."""
+
+    n_tokens: int
+    n_resident: int
+    n_restored: int
+    n_computed: int
+    queue_seconds: float
+    restore_seconds: float
+    prefill_seconds: float
+    snapshot: str
+    refused_snapshots: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node the router looked at, and why it was chosen or passed over."""
+
+    node_id: str
+    chosen: bool
+    n_resident: int
+    n_stored: int
+    n_running: int
+    n_queued: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The turn's record is durable."""
+
+    n_prompt_tokens: int
+    n_history_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A node has the turn from answer token `first_index` on; `prefix` comes once the node has said what it found."""
+
+    node_id: str
+    epoch: int
+    first_index: int
+    candidates: tuple[Candidate, ...]
+    prefix: PrefixReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of the answer. `sequence` is its index in the answer; `text` what it completed, maybe nothing."""
+
+    sequence: int
+    token_id: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """The node that had the turn is gone; another one will be placed. `n_tokens` came before."""
+
+    node_id: str
+    cause: str
+    detail: str
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """Seen by the client only: the way to the coordinator broke after `n_tokens`; the SDK is asking again."""
+
+    cause: str
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of every turn. `tail_text` is text that no token event carried."""
+
+    reason: FinishReason
+    n_prompt_tokens: int
+    n_answer_tokens: int
+    tail_text: str
+    first_token_seconds: float
+    total_seconds: float
+    longest_pause_seconds: float
+    n_placements: int
+    error_code: str = ""
+    error: str = ""
+
+
+TurnEvent = Started | Placed | Token | NodeLost | ConnectionLost | Finished

@@ -1,0 +1,206 @@
+"""The SDK without await: every call runs the asyncio one on a private event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from kvferry.client.sdk.aio import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncSession, new_uuid
+from kvferry.client.sdk.events import TurnEvent
+from kvferry.client.sdk.turn import Answer, AsyncTurn
+from kvferry.client.sdk.values import (
+    GREEDY,
+    ClusterStatus,
+    Message,
+    NodeInfo,
+    Sampling,
+    SessionDetails,
+    SessionInfo,
+)
+
+T = TypeVar("T")
+
+JOIN_S: Final = 10.0
+"""Closing a channel takes milliseconds; a loop that is still busy after this is abandoned with its daemon thread."""
+
+
+class _LoopThread:
+    """An event loop that other threads hand coroutines to."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry-client", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Waits for the coroutine; an interrupt of the waiting thread cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self.run(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(JOIN_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+class Client:
+    """AsyncClient without await; may be used by several threads."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        patience_s: float = PATIENCE_S,
+        new_id: Callable[[], str] = new_uuid,
+    ) -> None:
+        self._async = AsyncClient(address, patience_s=patience_s, new_id=new_id)
+        self._loop = _LoopThread()
+
+    @property
+    def address(self) -> str:
+        """host:port of the coordinator."""
+        return self._async.address
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection and every stream on it; turns go on."""
+        try:
+            self._loop.run(self._async.aclose())
+        finally:
+            self._loop.close()
+
+    def create_session(self, session_id: str | None = None) -> Session:
+        """A new conversation; without a name it gets one of its own."""
+        return Session(self._loop, self._loop.run(self._async.create_session(session_id)))
+
+    def session(self, session_id: str) -> Session:
+        """A handle on a conversation that exists; asks nobody."""
+        return Session(self._loop, self._async.session(session_id))
+
+    def list_sessions(self, *, limit: int | None = None) -> list[SessionInfo]:
+        """Most recently used first; at most `limit`."""
+        return self._loop.run(self._async.list_sessions(limit=limit))
+
+    def nodes(self) -> list[NodeInfo]:
+        """The fleet as the coordinator sees it."""
+        return self._loop.run(self._async.nodes())
+
+    def status(self) -> ClusterStatus:
+        """The coordinator and its fleet at a glance."""
+        return self._loop.run(self._async.status())
+
+
+class Session:
+    """AsyncSession without await."""
+
+    def __init__(self, loop: _LoopThread, session: AsyncSession) -> None:
+        self._loop = loop
+        self._async = session
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self._async.id
+
+    def details(self) -> SessionDetails:
+        """Its turns, and all tokens of the finished ones."""
+        return self._loop.run(self._async.details())
+
+    def generate(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        sampling: Sampling = GREEDY,
+        max_tokens: int = 0,
+        stop: Sequence[str] = (),
+        turn_id: str | None = None,
+    ) -> Turn:
+        """See AsyncSession.generate."""
+        turn = self._async.generate(messages, sampling=sampling, max_tokens=max_tokens, stop=stop, turn_id=turn_id)
+        return Turn(self._loop, turn)
+
+    def resume(self, turn_id: str | None = None, *, from_index: int = 0) -> Turn:
+        """Streams a turn, running or finished, from any token on; without a name the latest one."""
+        return Turn(self._loop, self._async.resume(turn_id, from_index=from_index))
+
+    def cancel(self, turn_id: str) -> None:
+        """Ends a turn; it keeps the tokens that came."""
+        self._loop.run(self._async.cancel(turn_id))
+
+    def fork(self, new_session_id: str | None = None, *, n_turns: int | None = None) -> Session:
+        """A new conversation that starts with the first n_turns of this one (None: all finished ones)."""
+        return Session(self._loop, self._loop.run(self._async.fork(new_session_id, n_turns=n_turns)))
+
+    def delete(self) -> None:
+        """Forgets the conversation."""
+        self._loop.run(self._async.delete())
+
+
+class Turn:
+    """AsyncTurn without await."""
+
+    def __init__(self, loop: _LoopThread, turn: AsyncTurn) -> None:
+        self._loop = loop
+        self._async = turn
+
+    @property
+    def session_id(self) -> str:
+        """The conversation it belongs to."""
+        return self._async.session_id
+
+    @property
+    def turn_id(self) -> str:
+        """Its name."""
+        return self._async.turn_id
+
+    @property
+    def next_index(self) -> int:
+        """Index of the token that is due: where to resume."""
+        return self._async.next_index
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> TurnEvent:
+        try:
+            return self._loop.run(self._async.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the stream; the turn goes on."""
+        self._loop.run(self._async.aclose())
+
+    def cancel(self) -> None:
+        """Ends the turn; the stream then finishes with reason CANCELLED and keeps the tokens that came."""
+        self._loop.run(self._async.cancel())
+
+    def collect(self, on_event: Callable[[TurnEvent], None] | None = None) -> Answer:
+        """Reads to the end. Raises TurnFailed when the turn ended with an error."""
+        return self._loop.run(self._async.collect(on_event))

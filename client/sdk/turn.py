@@ -1,0 +1,172 @@
+"""One turn as a stream of events that outlives its connection."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import grpc
+import stamina
+
+from kvferry.client.errors import ClientError, TurnExists, TurnFailed, Unavailable, map_rpc_error
+from kvferry.client.sdk.connection import Connection
+from kvferry.client.sdk.events import ConnectionLost, Finished, FinishReason, Token, TurnEvent
+from kvferry.client.sdk.retry import backoff_of
+from kvferry.client.sdk.tracker import TurnTracker
+from kvferry.client.sdk.wire import event_of
+from kvferry.proto.v1 import chat_pb2
+
+_EventCall = (
+    grpc.aio.UnaryStreamCall[chat_pb2.GenerateRequest, chat_pb2.GenerateResponse]
+    | grpc.aio.UnaryStreamCall[chat_pb2.ResumeRequest, chat_pb2.ResumeResponse]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole turn."""
+
+    turn_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finished: Finished
+
+
+class AsyncTurn:
+    """Iterate it for the events of a turn, once. Made by AsyncSession.generate and AsyncSession.resume.
+
+    After UNAVAILABLE it asks again by itself, from the first token it lacks, for as long as the client's patience
+    allows without any news; whatever comes is checked to be gapless and free of repetitions. Leaving the loop early
+    closes the stream, not the turn: that goes on, and can be resumed or cancelled. Belongs to the event loop that
+    iterates it.
+
+    Raises BrokenSequence, and the ClientError of whatever the coordinator refuses. A turn that fails on the way does
+    not raise: it ends with Finished(reason=ERROR); `collect` turns that into TurnFailed.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        session_id: str,
+        turn_id: str,
+        request: chat_pb2.GenerateRequest | None = None,
+        first_index: int = 0,
+    ) -> None:
+        """With a `request` the turn is started, without it an existing one is resumed (empty `turn_id`: the latest)."""
+        self.session_id = session_id
+        self._connection = connection
+        self._request = request
+        self._tracker = TurnTracker(turn_id, first_index)
+        self._events = self._follow()
+
+    @property
+    def turn_id(self) -> str:
+        """Known from the start for a new turn; for the session's latest turn once the first event has come."""
+        return self._tracker.turn_id
+
+    @property
+    def next_index(self) -> int:
+        """Index of the token that is due: where to resume."""
+        return self._tracker.next_index
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TurnEvent:
+        return await anext(self._events)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes the stream; the turn goes on."""
+        await self._events.aclose()
+
+    async def cancel(self) -> None:
+        """Ends the turn; the stream then finishes with reason CANCELLED and keeps the tokens that came."""
+        request = chat_pb2.CancelTurnRequest(session_id=self.session_id, turn_id=self.turn_id)
+        await self._connection.ask(self._connection.stub.CancelTurn, request)
+
+    async def collect(self, on_event: Callable[[TurnEvent], None] | None = None) -> Answer:
+        """Reads to the end. Raises TurnFailed when the turn ended with an error."""
+        parts: list[str] = []
+        token_ids: list[int] = []
+        async for event in self:
+            if on_event is not None:
+                on_event(event)
+            if isinstance(event, Token):
+                token_ids.append(event.token_id)
+                parts.append(event.text)
+            elif isinstance(event, Finished):
+                if event.reason is FinishReason.ERROR:
+                    raise TurnFailed(event.error or "the turn failed", turn_code=event.error_code)
+                return Answer(self.turn_id, "".join(parts) + event.tail_text, tuple(token_ids), event)
+        raise AssertionError("a stream ends with Finished or raises")
+
+    async def _follow(self) -> AsyncGenerator[TurnEvent]:
+        """One outage after the other; one that follows news starts with the whole patience."""
+        while not self._tracker.finished:
+            async for attempt in stamina.retry_context(on=backoff_of, **self._connection.patience.limits()):
+                with (
+                    attempt
+                ):  # an exception of the consumer's (close, cancel) passes through: backoff_of wants none of them
+                    had_news = False
+                    try:
+                        async with aclosing(self._one_connection()) as events:
+                            async for event in events:
+                                had_news = True
+                                yield event
+                    except ClientError as error:
+                        if backoff_of(error) is False or self._connection.patience.total_s <= 0:
+                            raise
+                        yield ConnectionLost(str(error), self._tracker.next_index)
+                        if not had_news:
+                            raise
+
+    async def _one_connection(self) -> AsyncGenerator[TurnEvent]:
+        is_new = self._request is not None and not self._tracker.started
+        try:
+            async with aclosing(self._read(self._generate() if is_new else self._resume())) as events:
+                async for event in events:
+                    yield event
+        except TurnExists:
+            if not is_new:
+                raise
+            self._tracker.started = True  # an earlier try had reached the coordinator, only its reply was lost
+            async with aclosing(self._read(self._resume())) as events:
+                async for event in events:
+                    yield event
+
+    def _generate(self) -> _EventCall:
+        assert self._request is not None  # noqa: S101 - for mypy; _one_connection asked
+        return self._connection.stub.Generate(self._request)
+
+    def _resume(self) -> _EventCall:
+        return self._connection.stub.Resume(
+            chat_pb2.ResumeRequest(
+                session_id=self.session_id, turn_id=self.turn_id, from_index=self._tracker.next_index
+            )
+        )
+
+    async def _read(self, call: _EventCall) -> AsyncGenerator[TurnEvent]:
+        try:
+            async for message in call:
+                self._tracker.check_turn(message.event.turn_id)
+                event = event_of(message.event)
+                if event is not None and self._tracker.accept(event):
+                    yield event
+                if self._tracker.finished:
+                    return
+        except grpc.aio.AioRpcError as error:
+            raise map_rpc_error(error, self._connection.address) from None
+        finally:
+            call.cancel()
+        raise Unavailable(f"the coordinator at {self._connection.address} closed the stream before the turn had ended")

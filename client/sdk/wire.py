@@ -1,0 +1,252 @@
+"""Between protobuf messages and the SDK's values; the only module of the client that reads message fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Final
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from kvferry.client.errors import InvalidRequest, InvalidSampling
+from kvferry.client.sdk.events import (
+    Candidate,
+    Finished,
+    FinishReason,
+    NodeLost,
+    Placed,
+    PrefixReport,
+    Started,
+    Token,
+    TokenLogprob,
+)
+from kvferry.client.sdk.values import (
+    ClusterStatus,
+    Message,
+    NodeInfo,
+    NodeState,
+    Sampling,
+    SessionDetails,
+    SessionInfo,
+    TurnInfo,
+    TurnState,
+)
+from kvferry.proto.v1 import chat_pb2, common_pb2
+
+ServerEvent = Started | Placed | Token | NodeLost | Finished
+
+_FINISH_REASONS: Final = {
+    common_pb2.FINISH_REASON_END: FinishReason.END,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_STOP_STRING: FinishReason.STOP_STRING,
+    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+_TURN_STATES: Final = {
+    chat_pb2.TURN_STATE_WAITING: TurnState.WAITING,
+    chat_pb2.TURN_STATE_RUNNING: TurnState.RUNNING,
+    chat_pb2.TURN_STATE_FINISHED: TurnState.FINISHED,
+}
+_NODE_STATES: Final = {
+    chat_pb2.NODE_STATE_LIVE: NodeState.LIVE,
+    chat_pb2.NODE_STATE_SUSPECT: NodeState.SUSPECT,
+    chat_pb2.NODE_STATE_DEAD: NodeState.DEAD,
+    chat_pb2.NODE_STATE_DRAINING: NodeState.DRAINING,
+}
+
+
+def event_of(message: chat_pb2.TurnEvent) -> ServerEvent | None:
+    """The event, or None for a kind that is newer than this client."""
+    match message.WhichOneof("event"):
+        case "started":
+            return Started(message.started.n_prompt_tokens, message.started.n_history_tokens)
+        case "placed":
+            return placed_of(message.placed)
+        case "token":
+            return _token_of(message.sequence, message.token)
+        case "node_lost":
+            lost = message.node_lost
+            return NodeLost(lost.node_id, lost.cause, lost.detail, message.sequence)
+        case "finished":
+            return _finished_of(message.finished)
+        case _:
+            return None
+
+
+def _token_of(sequence: int, message: chat_pb2.TokenEvent) -> Token:
+    return Token(
+        sequence=sequence,
+        token_id=message.token_id,
+        text=message.text,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_logprobs=tuple(TokenLogprob(t.token_id, t.logprob, t.text) for t in message.top_logprobs),
+    )
+
+
+def _finished_of(message: chat_pb2.TurnFinished) -> Finished:
+    return Finished(
+        reason=_FINISH_REASONS.get(message.reason, FinishReason.UNKNOWN),
+        n_prompt_tokens=message.n_prompt_tokens,
+        n_answer_tokens=message.n_answer_tokens,
+        tail_text=message.tail_text,
+        first_token_seconds=message.first_token_seconds,
+        total_seconds=message.total_seconds,
+        longest_pause_seconds=message.longest_pause_seconds,
+        n_placements=message.n_placements,
+        error_code=message.error_code,
+        error=message.error,
+    )
+
+
+def placed_of(message: chat_pb2.Placement) -> Placed:
+    """A placement with its candidates and, once known, its prefix report."""
+    return Placed(
+        node_id=message.node_id,
+        epoch=message.epoch,
+        first_index=message.first_index,
+        candidates=tuple(
+            Candidate(c.node_id, c.chosen, c.n_resident, c.n_stored, c.n_running, c.n_queued, c.reason)
+            for c in message.candidates
+        ),
+        prefix=_prefix_of(message.prefix) if message.HasField("prefix") else None,
+    )
+
+
+def _prefix_of(message: common_pb2.PrefixReport) -> PrefixReport:
+    return PrefixReport(
+        n_tokens=message.n_tokens,
+        n_resident=message.n_resident,
+        n_restored=message.n_restored,
+        n_computed=message.n_computed,
+        queue_seconds=message.queue_seconds,
+        restore_seconds=message.restore_seconds,
+        prefill_seconds=message.prefill_seconds,
+        snapshot=message.snapshot,
+        refused_snapshots=tuple(message.refused_snapshots),
+    )
+
+
+def generate_request(
+    session_id: str,
+    turn_id: str,
+    *,
+    messages: str | Sequence[Message],
+    sampling: Sampling,
+    max_tokens: int,
+    stop: Sequence[str],
+) -> chat_pb2.GenerateRequest:
+    """A turn's request; a plain text is one message of the user. Raises InvalidRequest and InvalidSampling."""
+    if isinstance(messages, str):
+        messages = (Message("user", messages),)
+    if isinstance(stop, str):
+        stop = (stop,)
+    try:
+        return chat_pb2.GenerateRequest(
+            session_id=session_id,
+            turn_id=turn_id,
+            messages=[chat_pb2.ChatMessage(role=m.role, content=m.content) for m in messages],
+            sampling=sampling_to_wire(sampling),
+            max_tokens=max_tokens,
+            stop=stop,
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"The request holds a value that no message can carry: {error}") from error
+
+
+def sampling_to_wire(sampling: Sampling) -> common_pb2.SamplingSettings:
+    """Only the fields that are set. Raises InvalidSampling for what the message cannot hold; the server checks more."""
+    message = common_pb2.SamplingSettings()
+    for field in fields(sampling):
+        value = getattr(sampling, field.name)
+        if value is None:
+            continue
+        try:
+            setattr(message, field.name, value)
+        except (TypeError, ValueError) as error:
+            raise InvalidSampling(f"{field.name} cannot be {value!r}: {_range_of(field.name)}.") from error
+    return message
+
+
+def _range_of(field_name: str) -> str:
+    kind = common_pb2.SamplingSettings.DESCRIPTOR.fields_by_name[field_name].cpp_type
+    unsigned = (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64)
+    return "it is a whole number from 0 up" if kind in unsigned else "it is a number"
+
+
+def session_of(message: chat_pb2.Session) -> SessionInfo:
+    """A session's head."""
+    return SessionInfo(
+        session_id=message.session_id,
+        model=message.model,
+        created_at_ms=message.created_at_ms,
+        updated_at_ms=message.updated_at_ms,
+        n_tokens=message.n_tokens,
+        n_turns=message.n_turns,
+        epoch=message.epoch,
+        open_turn_id=message.open_turn_id,
+        forked_from=message.forked_from,
+        last_node_id=message.last_node_id,
+    )
+
+
+def session_details_of(message: chat_pb2.GetSessionResponse) -> SessionDetails:
+    """A session with all its turns."""
+    return SessionDetails(
+        session=session_of(message.session),
+        turns=tuple(_turn_of(turn) for turn in message.turns),
+        token_ids=tuple(message.token_ids),
+    )
+
+
+def _turn_of(message: chat_pb2.Turn) -> TurnInfo:
+    return TurnInfo(
+        turn_id=message.turn_id,
+        state=_TURN_STATES.get(message.state, TurnState.UNKNOWN),
+        messages=tuple(Message(m.role, m.content) for m in message.messages),
+        answer=message.answer,
+        finish_reason=_FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN),
+        n_prompt_tokens=message.n_prompt_tokens,
+        n_answer_tokens=message.n_answer_tokens,
+        placements=tuple(placed_of(p) for p in message.placements),
+    )
+
+
+def node_of(message: chat_pb2.NodeInfo) -> NodeInfo:
+    """A node as the coordinator sees it."""
+    return NodeInfo(
+        node_id=message.node_id,
+        address=message.address,
+        state=_NODE_STATES.get(message.state, NodeState.UNKNOWN),
+        model=message.model,
+        fingerprint=message.fingerprint,
+        n_running=message.n_running,
+        n_queued=message.n_queued,
+        n_resident_sessions=message.n_resident_sessions,
+        kv_bytes_used=message.kv_bytes_used,
+        kv_bytes_budget=message.kv_bytes_budget,
+        seconds_since_heartbeat=message.seconds_since_heartbeat,
+        prefill_tokens_per_second=message.prefill_tokens_per_second,
+        decode_tokens_per_second=message.decode_tokens_per_second,
+        kernel_path=message.kernel_path,
+        store_ok=message.store_ok,
+        n_threads=message.n_threads,
+        tokens_generated=message.tokens_generated,
+    )
+
+
+def status_of(message: chat_pb2.GetStatusResponse) -> ClusterStatus:
+    """The coordinator and its fleet."""
+    return ClusterStatus(
+        version=message.version,
+        model=message.model,
+        coordinator_id=message.coordinator_id,
+        generation=message.generation,
+        uptime_seconds=message.uptime_seconds,
+        n_sessions=message.n_sessions,
+        n_open_turns=message.n_open_turns,
+        nodes=tuple(node_of(n) for n in message.nodes),
+        n_snapshots=message.n_snapshots,
+        snapshot_bytes=message.snapshot_bytes,
+        n_failovers=message.n_failovers,
+        n_turns_finished=message.n_turns_finished,
+    )
