@@ -1,1 +1,2 @@
-"""KV snapshots on a shared file system: the VLKV codec, publishing, the LCP index, eviction. Knows nothing of models or gRPC."""
+"""KV snapshots on a shared file system: the VLKV codec, publishing, the LCP index, eviction. Knows nothing of models
+or gRPC."""

@@ -1,0 +1,175 @@
+"""What a store directory is known to hold: which token sequences, and which files were refused. Memory only; files
+are the truth.
+
+The coordinator routes by a catalog of its own; a node's is part of its SnapshotStore.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.store.directory import StoreDirectory
+from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreUnavailable
+from kvferry.store.geometry import KvGeometry, TokenIds
+from kvferry.store.lcp_index import LcpIndex
+from kvferry.store.reader import Identity, open_snapshot
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """A snapshot that shares its first n_common tokens with a request; n_tokens is its own length.
+
+    ``token_ids`` are the common ones, int32 [n_common]: a restore compares them again with the file itself.
+    """
+
+    name: str
+    n_common: int
+    n_tokens: int
+    token_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshReport:
+    """What a look at the directory found."""
+
+    n_known: int
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+
+
+class Catalog:
+    """Index of a directory's snapshots. Any thread may call any method; ``find`` does no I/O and never waits for one
+    that does."""
+
+    def __init__(
+        self, directory: StoreDirectory, geometry: KvGeometry, vocab_size: int, trusted_uids: frozenset[int] | None
+    ) -> None:
+        self._directory = directory
+        self._geometry = geometry
+        self._vocab_size = vocab_size
+        self._trusted_uids = trusted_uids
+        self._lock = threading.Lock()  # guards the two below; never held during I/O
+        self._index = LcpIndex()
+        self._refused: dict[str, tuple[Identity | None, str]] = {}
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._index)
+
+    def __contains__(self, name: object) -> bool:
+        with self._lock:
+            return name in self._index
+
+    def refused(self) -> dict[str, str]:
+        """Name and reason of the files that were refused and are still there."""
+        with self._lock:
+            return {name: reason for name, (_, reason) in self._refused.items()}
+
+    def find(self, token_ids: TokenIds, min_tokens: int) -> Match | None:
+        """The snapshot with the longest token-exact common prefix, if that has min_tokens; among equals the shortest
+        file."""
+        with self._lock:
+            found = self._index.find(token_ids)
+        if found is None or found.n_common < min_tokens:
+            return None
+        return Match(found.key, found.n_common, found.n_tokens, np.array(token_ids[: found.n_common], np.int32))
+
+    def add(self, name: str, token_ids: TokenIds) -> None:
+        """Adds a snapshot whose ids are known without reading it."""
+        with self._lock:
+            self._index.add(name, token_ids)
+            self._refused.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        """The snapshot is not there any more."""
+        with self._lock:
+            self._index.remove(name)
+
+    def refuse(self, error: SnapshotRejected, name: str, identity: Identity | None) -> None:
+        """The file is not offered again while it stays as it is."""
+        with self._lock:
+            self._index.remove(name)
+            known = self._refused.get(name) == (identity, error.reason)
+            self._refused[name] = (identity, error.reason)
+        if not known:
+            _log.warning("%s", error)
+
+    def announce(self, name: str) -> bool:
+        """Looks for a snapshot by its exact name and takes it in; says whether it is known now.
+
+        Raises SnapshotRejected (also remembered) and StoreUnavailable.
+        """
+        if name in self:
+            return True
+        if self._is_known_refusal(name):
+            return False
+        identity = self._directory.identity(name)
+        if identity is None:
+            return False
+        try:
+            self._take_in(name)
+        except SnapshotGone:
+            return False
+        except SnapshotRejected as error:
+            self.refuse(error, name, identity)
+            raise
+        return True
+
+    def refresh(self) -> RefreshReport:
+        """Lists the directory: takes in new names, forgets those that are gone. Opens only what it has not seen.
+
+        Raises StoreUnavailable when the directory cannot be listed; a single file that cannot be read is reported,
+        not raised.
+        """
+        listed = self._directory.snapshot_names()
+        with self._lock:
+            known = set(self._index)
+            self._refused = {name: refusal for name, refusal in self._refused.items() if name in listed}
+        outcome: dict[str, list[str]] = {"added": [], "refused": [], "unreadable": []}
+        for name in sorted(listed - known):
+            outcome[self._meet(name)].append(name)
+        removed = [name for name in sorted(known - listed) if self._is_gone(name)]
+        for name in removed:
+            self.forget(name)
+        return RefreshReport(
+            len(self), tuple(outcome["added"]), tuple(removed), tuple(outcome["refused"]), tuple(outcome["unreadable"])
+        )
+
+    def _meet(self, name: str) -> str:
+        """Takes in a listed file; says what became of it."""
+        try:
+            if self._is_known_refusal(name) or not self.announce(name):
+                return "refused" if name in self.refused() else "unreadable"
+        except SnapshotRejected:
+            return "refused"
+        except StoreUnavailable as error:
+            _log.warning("%s", error)
+            return "unreadable"
+        return "added"
+
+    def _take_in(self, name: str) -> None:
+        with open_snapshot(
+            self._directory.fs, self._directory.file(name), self._geometry, self._trusted_uids
+        ) as snapshot:
+            snapshot.check_quickly(self._vocab_size, name)
+            self.add(name, snapshot.token_ids())
+
+    def _is_gone(self, name: str) -> bool:
+        """A listing may be older than an announcement, so a missing name is asked for exactly."""
+        try:
+            return self._directory.identity(name) is None
+        except StoreUnavailable:
+            return False
+
+    def _is_known_refusal(self, name: str) -> bool:
+        with self._lock:
+            refusal = self._refused.get(name)
+        return refusal is not None and refusal[0] == self._directory.identity(name)

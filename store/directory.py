@@ -1,0 +1,206 @@
+"""One model's directory in a store: its listing, its temporary files, its trash. All times are the file system's own.
+
+A directory is optimistic: nothing is created before something is written, and a missing one is an empty one.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvferry.store import names
+from kvferry.store.errors import StoreFull, os_errors_mapped
+from kvferry.store.fs import FileSystem
+from kvferry.store.publish import TempFile, create_temp
+from kvferry.store.reader import Identity
+from kvferry.store.space import Entry, Survey
+
+NS_PER_S: Final = 1_000_000_000
+# A temp file untouched for this long is nobody's save in progress: its reservation no longer counts, only what it
+# really holds.
+IN_FLIGHT_S: Final = 900
+# A foreign node's temp file is taken away after this long; its own node does it at its next start.
+FOREIGN_TEMP_S: Final = 24 * 3600
+# Longer than the longest read: 8,192 tokens of the 30B model are 1.6 GB, 15 s over gigabit ethernet.
+TRASH_GRACE_S: Final = 120
+
+
+@dataclass(frozen=True, slots=True)
+class ReapReport:
+    """What was left behind and has been taken away."""
+
+    n_own_temps: int = 0
+    n_foreign_temps: int = 0
+    n_trashed: int = 0
+
+
+class StoreDirectory:
+    """Operations on ROOT/<fingerprint>. No state of its own but names, so any thread may use it. Raises the store's
+    errors only."""
+
+    def __init__(self, fs: FileSystem, root: Path, fingerprint: str, node_id: str, unique: Callable[[], str]) -> None:
+        self.fs = fs
+        self.path = root / names.check_fingerprint(fingerprint)
+        self.node_id = names.check_node_id(node_id)
+        self._unique = unique
+        self._trash = self.path / names.TRASH
+
+    def file(self, name: str) -> Path:
+        """Where a snapshot lies. Raises SnapshotRejected(bad_name)."""
+        return self.path / names.check_snapshot(name)
+
+    def make(self) -> None:
+        """Makes the directory and its trash."""
+        with os_errors_mapped("make directory", self._trash):
+            self.fs.make_directories(str(self.path))
+            self.fs.make_directories(str(self._trash))
+
+    def snapshot_names(self) -> set[str]:
+        """Entries named as snapshots; others are ignored."""
+        return {name for name in self._names(self.path) if names.is_snapshot(name)}
+
+    def identity(self, name: str) -> Identity | None:
+        """What the name stands for at present, asked by the exact name (listings of network file systems are stale)."""
+        status = self._status(self.file(name))
+        return None if status is None else Identity(status.st_ino, status.st_size, status.st_mtime_ns)
+
+    @contextmanager
+    def temp(self, target: str, reserved_bytes: int) -> Iterator[TempFile]:
+        """A new temporary file for ``target``, which reserves its bytes by its name; makes the directory when it is
+        missing."""
+        path = self.path / names.temp_name(target, self.node_id, self._unique(), reserved_bytes)
+        if not self._exists(self.path):
+            self.make()
+        with create_temp(self.fs, path) as temp:
+            yield temp
+
+    def now_ns(self) -> int:
+        """The file system's time: the mtime of a file made for the purpose."""
+        with create_temp(self.fs, self.path / names.clock_name(self.node_id, self._unique())) as clock:
+            return clock.created_at_ns()
+
+    def survey(self, now_ns: int) -> Survey:
+        """Everything in the directory that counts against a budget. Entries that vanish meanwhile do not count."""
+        snapshots: list[Entry] = []
+        temp_bytes = n_temps = 0
+        for name in self._names(self.path):
+            temp = names.parse_temp(name)
+            if temp is None and not names.is_snapshot(name):
+                continue
+            entry = self._entry(self.path / name, by_change=False)
+            if entry is None:
+                continue
+            if temp is None:
+                snapshots.append(entry)
+            elif now_ns - entry.at_ns < IN_FLIGHT_S * NS_PER_S:
+                temp_bytes += max(entry.n_bytes, temp.reserved_bytes)
+                n_temps += temp.reserved_bytes > 0
+            else:
+                temp_bytes += entry.n_bytes
+        return Survey(tuple(snapshots), tuple(self._trashed()), temp_bytes, n_temps)
+
+    def free_bytes(self) -> int:
+        """Bytes the disk still takes."""
+        with os_errors_mapped("measure", self.path):
+            return self.fs.free_bytes(str(self.path))
+
+    def touch(self, name: str) -> None:
+        """Marks a snapshot as used now. A file system that will not is left alone: it costs an eviction out of order,
+        nothing else."""
+        with suppress(OSError):
+            self.fs.touch(str(self.file(name)))
+
+    def throw_away(self, name: str) -> None:
+        """Moves a snapshot to the trash, where whoever is reading it can finish. A vanished one is no error."""
+        target = self._trash / names.trash_name(name, self._unique())
+        try:
+            with os_errors_mapped("move to trash", self.file(name)):
+                if not self._rename(self.file(name), target):
+                    self.make()
+                    self._rename(self.file(name), target)
+        except StoreFull:  # the trash folder itself has no room for another entry
+            self.delete(name)
+
+    def delete(self, name: str) -> None:
+        """Unlinks a snapshot at once. A vanished one is no error."""
+        self._unlink(self.file(name))
+
+    def purge(self, trashed_name: str) -> None:
+        """Unlinks an entry of the trash. A vanished one is no error."""
+        if names.is_trashed(trashed_name):
+            self._unlink(self._trash / trashed_name)
+
+    def purge_expired(self, now_ns: int, grace_s: float) -> int:
+        """Unlinks trash older than the grace period; returns how many."""
+        expired = [entry.name for entry in self._trashed() if now_ns - entry.at_ns > grace_s * NS_PER_S]
+        for name in expired:
+            self.purge(name)
+        return len(expired)
+
+    def reap(self, grace_s: float) -> ReapReport:
+        """Takes away what a crash left: this node's temps, foreign ones older than a day, expired trash. Only at a
+        node's start."""
+        self.make()
+        now_ns = self.now_ns()
+        n_own = n_foreign = 0
+        for name in self._names(self.path):
+            temp = names.parse_temp(name)
+            if temp is None:
+                continue
+            if temp.node_id == self.node_id:
+                self._unlink(self.path / name)
+                n_own += 1
+                continue
+            entry = self._entry(self.path / name, by_change=False)
+            if entry is not None and now_ns - entry.at_ns > FOREIGN_TEMP_S * NS_PER_S:
+                self._unlink(self.path / name)
+                n_foreign += 1
+        return ReapReport(n_own, n_foreign, self.purge_expired(now_ns, grace_s))
+
+    def _trashed(self) -> Iterator[Entry]:
+        for name in self._names(self._trash):
+            if names.is_trashed(name):
+                # a rename leaves the mtime as it was, but changes the ctime
+                entry = self._entry(self._trash / name, by_change=True)
+                if entry is not None:
+                    yield entry
+
+    def _names(self, directory: Path) -> list[str]:
+        with os_errors_mapped("list", directory):
+            try:
+                return self.fs.names(str(directory))
+            except FileNotFoundError:
+                return []
+
+    def _entry(self, path: Path, *, by_change: bool) -> Entry | None:
+        status = self._status(path)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return None
+        return Entry(path.name, status.st_size, status.st_ctime_ns if by_change else status.st_mtime_ns)
+
+    def _status(self, path: Path) -> os.stat_result | None:
+        with os_errors_mapped("look at", path):
+            try:
+                return self.fs.lstat(str(path))
+            except FileNotFoundError:
+                return None
+
+    def _exists(self, path: Path) -> bool:
+        return self._status(path) is not None
+
+    def _rename(self, source: Path, target: Path) -> bool:
+        """False when source or the target's folder is missing."""
+        try:
+            self.fs.rename(str(source), str(target))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _unlink(self, path: Path) -> None:
+        with os_errors_mapped("remove", path), suppress(FileNotFoundError):
+            self.fs.unlink(str(path))

@@ -1,0 +1,100 @@
+"""The names in a store, validated at one gate both ways: before they are used, and before a listing hands them on.
+
+    ROOT/<fingerprint>/kv_<16 hex>.kv                                a snapshot
+    ROOT/<fingerprint>/kv_<16 hex>.kv.<node>.<32 hex>.<bytes>.tmp    one being written, and the bytes it reserves
+    ROOT/<fingerprint>/clock.<node>.<32 hex>.0.tmp                   asks the file system what time it is
+    ROOT/<fingerprint>/trash/kv_<16 hex>.kv.<32 hex>                 an evicted one, soon to be unlinked
+
+Whatever does not match is not ours: ignored in listings, never opened, never deleted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from kvferry.store.errors import SnapshotRejected, StoreMisuse
+
+TRASH: Final = "trash"
+
+_SNAPSHOT: Final = re.compile(r"kv_[0-9a-f]{16}\.kv", re.ASCII)
+_TEMP: Final = re.compile(
+    r"(?P<target>kv_[0-9a-f]{16}\.kv|clock)\.(?P<node>[A-Za-z0-9][A-Za-z0-9_.-]{0,63})"
+    r"\.[0-9a-f]{32}\.(?P<size>[0-9]{1,15})\.tmp",
+    re.ASCII,
+)
+_TRASHED: Final = re.compile(r"kv_[0-9a-f]{16}\.kv\.[0-9a-f]{32}", re.ASCII)
+_NODE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
+# lower case, because some disks do not tell the cases apart; no dot first, so neither '..' nor a hidden folder
+_FINGERPRINT: Final = re.compile(r"[0-9a-z][0-9a-z_-]{0,63}", re.ASCII)
+_UNIQUE: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class TempName:
+    """A temporary file's name, taken apart."""
+
+    node_id: str
+    reserved_bytes: int
+
+
+def is_snapshot(name: str) -> bool:
+    """Whether a directory entry is named as a snapshot."""
+    return _SNAPSHOT.fullmatch(name) is not None
+
+
+def is_trashed(name: str) -> bool:
+    """Whether an entry of the trash folder is named as an evicted snapshot."""
+    return _TRASHED.fullmatch(name) is not None
+
+
+def check_snapshot(name: str) -> str:
+    """The name, when it is one of a snapshot. Raises SnapshotRejected(bad_name): it may have come over the network."""
+    if not is_snapshot(name):
+        raise SnapshotRejected("bad_name", f"{name[:80]!r} is not kv_ and 16 lower-case hex digits and .kv")
+    return name
+
+
+def check_fingerprint(fingerprint: str) -> str:
+    """The fingerprint, when it can name a directory. Raises StoreMisuse."""
+    if _FINGERPRINT.fullmatch(fingerprint) is None:
+        raise StoreMisuse(
+            f"model fingerprint {fingerprint[:80]!r} cannot name a directory:"
+            " lower-case letters and digits, at most 64",
+            op="open store",
+        )
+    return fingerprint
+
+
+def check_node_id(node_id: str) -> str:
+    """The node id, when it can be part of a file's name. Raises StoreMisuse."""
+    if _NODE_ID.fullmatch(node_id) is None:
+        raise StoreMisuse(
+            f"node id {node_id[:80]!r} cannot be part of a file's name: letters, digits, '_', '.', '-', at most 64",
+            op="open store",
+        )
+    return node_id
+
+
+def temp_name(target: str, node_id: str, unique: str, reserved_bytes: int) -> str:
+    """Name of the file in which ``target`` is written; unique across hosts by node id and 32 random hex digits."""
+    if _UNIQUE.fullmatch(unique) is None:
+        raise StoreMisuse(f"{unique[:80]!r} is not 32 hex digits", op="name a temporary file")
+    return f"{target}.{node_id}.{unique}.{reserved_bytes}.tmp"
+
+
+def clock_name(node_id: str, unique: str) -> str:
+    """Name of the empty file whose mtime is the file system's time."""
+    return temp_name("clock", node_id, unique, 0)
+
+
+def parse_temp(name: str) -> TempName | None:
+    """A temporary file's node and reservation; None for any other name."""
+    found = _TEMP.fullmatch(name)
+    return TempName(found["node"], int(found["size"])) if found else None
+
+
+def trash_name(name: str, unique: str) -> str:
+    """Name of an evicted snapshot in the trash folder."""
+    return f"{name}.{unique}"
