@@ -32,7 +32,7 @@ HELP_TEXT = "/new starts another session, /sessions lists them, /quit (or Ctrl-D
 @click.option("--stop", multiple=True, help="End the answer before this text (may be repeated).")
 @click.option("--patience", type=float, default=60.0, show_default=True, help="Seconds to wait for the coordinator.")
 @json_option
-def chat(  # noqa: PLR0917 - click passes them by name
+def chat(
     coordinator: str,
     session_id: str | None,
     texts: tuple[str, ...],

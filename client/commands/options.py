@@ -15,7 +15,7 @@ from kvferry.client.sdk.aio import DEFAULT_ADDRESS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-UNARY_PATIENCE_S = 5.0
+UNARY_PATIENCE_S = 2.0
 """A person who asks for a list would rather see the error than wait a minute; a restart of the coordinator fits in."""
 
 

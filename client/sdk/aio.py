@@ -94,7 +94,7 @@ class AsyncClient:
             page_token = page.next_page_token
             if not page_token:
                 break
-        return found
+        return found[:limit]
 
     async def nodes(self) -> list[NodeInfo]:
         """The fleet as the coordinator sees it."""
