@@ -106,7 +106,7 @@ class SnapshotGone(StoreUnavailable):
 
     def __init__(self, op: str, path: str | Path) -> None:
         super().__init__(
-            f"snapshot {path} is not there any more; its rows have to be recomputed",
+            f"there is no snapshot {path} (any more); its rows have to be recomputed",
             op=op,
             path=path,
             recovery="recompute",

@@ -1,0 +1,187 @@
+"""`kvferry kv ls | lcp`: a store, or one model's directory in it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+import numpy as np
+from rich.filesize import decimal
+from rich.table import Table
+
+from kvferry.store import names
+from kvferry.store.commands.shared import chosen_shape, console, json_option, model_options, parts, print_json
+from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreMisuse, StoreUnavailable, os_errors_mapped
+from kvferry.store.fs import FileSystem, PosixFileSystem
+from kvferry.store.geometry import KvGeometry, TokenIds
+from kvferry.store.lcp_index import LcpIndex, common_prefix
+from kvferry.store.reader import open_snapshot
+
+_DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One file of a listing; token_ids None when it is refused or unreadable."""
+
+    path: Path
+    n_bytes: int
+    mtime_s: float
+    token_ids: TokenIds | None
+    status: str
+
+
+@click.command()
+@_DIRECTORY
+@model_options
+@json_option
+def ls(directory: Path, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool) -> None:
+    """List the snapshots of a store or of one model's directory, most recently used first."""
+    fs = PosixFileSystem()
+    lines = _list(fs, directory, *parts(chosen_shape(model, geometry, vocab_size)))
+    lines.sort(key=lambda line: (-line.mtime_s, line.path))
+    n_bytes = sum(line.n_bytes for line in lines)
+    if as_json:
+        print_json(
+            {"directory": str(directory), "n_bytes": n_bytes, "snapshots": [_line_facts(line) for line in lines]}
+        )
+        return
+    table = Table("snapshot", "tokens", "size", "last used (UTC)", "status", box=None, pad_edge=False)
+    for line in lines:
+        tokens = "-" if line.token_ids is None else str(len(line.token_ids))
+        name = str(line.path.relative_to(directory))
+        table.add_row(name, tokens, decimal(line.n_bytes), _when(line.mtime_s), line.status)
+    out = console()
+    if lines:
+        out.print(table)
+    out.print(f"{len(lines)} snapshots, {decimal(n_bytes)}", markup=False)
+
+
+def _line_facts(line: _Line) -> dict[str, object]:
+    return {
+        "file": str(line.path),
+        "n_tokens": None if line.token_ids is None else len(line.token_ids),
+        "n_bytes": line.n_bytes,
+        "last_used": _when(line.mtime_s),
+        "status": line.status,
+    }
+
+
+def _when(mtime_s: float) -> str:
+    return datetime.fromtimestamp(mtime_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _list(fs: FileSystem, directory: Path, expected: KvGeometry | None, vocab_size: int | None) -> list[_Line]:
+    """Every snapshot in the directory, and in its folders that could be named after a fingerprint."""
+    lines = [
+        _look(fs, directory / name, expected, vocab_size) for name in _names(fs, directory) if names.is_snapshot(name)
+    ]
+    for folder in sorted(entry for entry in directory.iterdir() if entry.is_dir() and entry.name != names.TRASH):
+        found = [name for name in _names(fs, folder) if names.is_snapshot(name)]
+        lines += [_look(fs, folder / name, expected, vocab_size) for name in found]
+    return [line for line in lines if line is not None]
+
+
+def _names(fs: FileSystem, directory: Path) -> list[str]:
+    with os_errors_mapped("list", directory):
+        try:
+            return fs.names(str(directory))
+        except FileNotFoundError:
+            raise StoreUnavailable(
+                f"there is no directory {directory}", op="list", path=directory, recovery="page_operator"
+            ) from None
+
+
+def _look(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> _Line | None:
+    try:
+        status = fs.lstat(str(path))
+    except FileNotFoundError:
+        return None
+    ids, said = None, "ok"
+    try:
+        with open_snapshot(fs, path, expected) as snapshot:
+            snapshot.check_quickly(vocab_size, path.name)
+            ids = snapshot.token_ids()
+    except SnapshotRejected as error:
+        said = f"refused: {error.reason}"
+    except SnapshotGone:
+        return None
+    except StoreUnavailable as error:
+        said = f"unreadable: {error}"
+    return _Line(path, status.st_size, status.st_mtime, ids, said)
+
+
+@click.command()
+@_DIRECTORY
+@click.option(
+    "--tokens",
+    required=True,
+    help="Token ids: '1,2,3', or @FILE with such a list or a JSON one, or - for standard input.",
+)
+@click.option(
+    "--min-tokens", default=16, show_default=True, type=click.IntRange(min=1), help="Shortest prefix worth a restore."
+)
+@model_options
+@json_option
+def lcp(
+    directory: Path,
+    tokens: str,
+    min_tokens: int,
+    model: str | None,
+    geometry: str | None,
+    vocab_size: int | None,
+    as_json: bool,
+) -> None:
+    """Find the snapshot that shares the longest prefix with these token ids, compared token by token."""
+    wanted = _read_tokens(tokens)
+    lines = _list(PosixFileSystem(), directory, *parts(chosen_shape(model, geometry, vocab_size)))
+    index = LcpIndex()
+    shared: dict[str, int] = {}
+    for line in lines:
+        if line.token_ids is not None:
+            key = str(line.path.relative_to(directory))
+            index.add(key, line.token_ids)
+            shared[key] = common_prefix(line.token_ids, wanted)
+    found = index.find(wanted)
+    best = found if found is not None and found.n_common >= min_tokens else None
+    n_usable = 0 if best is None else min(best.n_common, len(wanted) - 1)
+    if as_json:
+        best_facts = None if best is None else {"file": best.key, "n_common": best.n_common, "n_tokens": best.n_tokens}
+        print_json({"n_request_tokens": len(wanted), "best": best_facts, "n_usable_rows": n_usable, "n_common": shared})
+        return
+    table = Table("snapshot", "common", "tokens", box=None, pad_edge=False)
+    for key, n_common in sorted(shared.items(), key=lambda item: (-item[1], index.n_tokens(item[0]), item[0])):
+        table.add_row(key, str(n_common), str(index.n_tokens(key)))
+    out = console()
+    if shared:
+        out.print(table)
+    if best is None:
+        out.print(f"best  none shares {min_tokens} tokens or more", markup=False)
+    else:
+        out.print(f"best  {best.key}: {best.n_common} of {len(wanted)} tokens, {n_usable} rows usable", markup=False)
+
+
+def _read_tokens(text: str) -> TokenIds:
+    """Ids from '1,2 3', '[1, 2]', '@FILE' or '-'. Raises StoreMisuse."""
+    if text.startswith("@"):
+        path = Path(text[1:])
+        with os_errors_mapped("read", path):
+            text = path.read_text(encoding="utf-8")
+    elif text == "-":
+        text = sys.stdin.read()
+    try:
+        ids = (
+            json.loads(text)
+            if text.lstrip().startswith("[")
+            else [int(word) for word in text.replace(",", " ").split()]
+        )
+        array = np.asarray(ids, np.int32)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise StoreMisuse(f"these are no token ids: {text[:60]!r} ({error})", op="read tokens") from None
+    if array.ndim != 1 or not array.size:
+        raise StoreMisuse(f"one or more token ids are needed in a row, not {text[:60]!r}", op="read tokens")
+    return array

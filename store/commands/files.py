@@ -1,0 +1,148 @@
+"""`kvferry kv inspect | verify | dump`: one file at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import numpy as np
+from rich.table import Table
+
+from kvferry.store import vlkv
+from kvferry.store.commands.shared import (
+    chosen_shape,
+    console,
+    finish,
+    json_option,
+    model_options,
+    parts,
+    print_json,
+    verdict,
+)
+from kvferry.store.errors import SnapshotRejected, StoreUnavailable
+from kvferry.store.fs import PosixFileSystem
+from kvferry.store.geometry import KvGeometry, Rows
+from kvferry.store.inspection import Inspection, inspect_file, load_snapshot
+from kvferry.store.reader import RowBuffers, open_snapshot
+
+_FILE = click.argument("file", type=click.Path(path_type=Path))
+
+
+@click.command()
+@_FILE
+@model_options
+@json_option
+def inspect(file: Path, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool) -> None:
+    """Show a snapshot's 64 header bytes field by field, its hash and its size, as xxd and ls would."""
+    found = inspect_file(PosixFileSystem(), file, *parts(chosen_shape(model, geometry, vocab_size)))
+    if as_json:
+        print_json(_as_facts(found))
+    else:
+        _print(found)
+    finish(found.refusal)
+
+
+def _as_facts(found: Inspection) -> dict[str, object]:
+    header_hash = None if found.header is None else f"{found.header.token_hash:016x}"
+    return {
+        "file": str(found.path),
+        "fields": [
+            {"name": field.name, "offset": field.offset, "hex": field.raw.hex(), "value": field.value}
+            for field in found.fields
+        ],
+        "token_hash": {
+            "header": header_hash,
+            "computed": None if found.computed_hash is None else f"{found.computed_hash:016x}",
+        },
+        "size": {"actual": found.actual_bytes, "expected": found.expected_bytes},
+        **verdict(found.refusal),
+    }
+
+
+def _print(found: Inspection) -> None:
+    out = console()
+    if found.header is not None:
+        table = Table("offset", "bytes", "field", "value", box=None, pad_edge=False)
+        for field in found.fields:
+            last = field.offset + len(field.raw) - 1
+            table.add_row(f"{field.offset}-{last}", field.raw.hex(" "), field.name, field.value)
+        out.print(table)
+        computed = "cannot be computed" if found.computed_hash is None else f"{found.computed_hash:016x}"
+        out.print(f"token hash  header {found.header.token_hash:016x}, of the ids {computed}", markup=False)
+        out.print(
+            f"file name   {found.path.name}, by the header {vlkv.file_name(found.header.token_hash)}", markup=False
+        )
+    expected = "not known" if found.expected_bytes is None else str(found.expected_bytes)
+    out.print(f"size        actual {found.actual_bytes}, expected {expected}", markup=False)
+    said = "ok" if found.refusal is None else f"refused ({found.refusal.reason}): {found.refusal.detail}"
+    out.print(f"verdict     {said}", markup=False)
+
+
+class _NonFiniteCounter:
+    """A sink that counts values that are not finite; version 1 has no checksum, so this is all that can be noticed."""
+
+    def __init__(self) -> None:
+        self.n_not_finite = 0
+
+    def write_rows(self, layer: int, start: int, k: Rows, v: Rows) -> None:  # noqa: ARG002 -- a sink's signature
+        self.n_not_finite += sum(int(np.count_nonzero(~np.isfinite(rows))) for rows in (k, v))
+
+
+@click.command()
+@_FILE
+@model_options
+@json_option
+def verify(file: Path, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool) -> None:
+    """Judge a snapshot as a node would, and read it to the end.
+
+    Version 1 has no checksum over its rows: a flipped bit in them cannot be noticed. Values that are not finite are
+    counted.
+    """
+    refusal, n_tokens, not_finite = None, None, None
+    try:
+        n_tokens, not_finite = _read_through(file, *parts(chosen_shape(model, geometry, vocab_size)))
+    except SnapshotRejected as error:
+        refusal = error
+    if as_json:
+        print_json({"file": str(file), "n_tokens": n_tokens, "n_not_finite": not_finite, **verdict(refusal)})
+    elif refusal is None:
+        note = f"; {not_finite} values are not finite" if not_finite else ""
+        click.echo(f"ok: {file}, {n_tokens} tokens{note}")
+    else:
+        click.echo(f"refused: {refusal}")
+    finish(refusal)
+
+
+def _read_through(file: Path, expected: KvGeometry | None, vocab_size: int | None) -> tuple[int, int]:
+    counter = _NonFiniteCounter()
+    with open_snapshot(PosixFileSystem(), file, expected) as snapshot:
+        snapshot.check(vocab_size, file.name)
+        snapshot.restore(snapshot.n_tokens, counter, RowBuffers(snapshot.geometry))
+        return snapshot.n_tokens, counter.n_not_finite
+
+
+@click.command()
+@_FILE
+@click.option(
+    "--output", required=True, type=click.Path(path_type=Path), metavar="ROWS.safetensors", help="File to write."
+)
+@model_options
+@json_option
+def dump(
+    file: Path, output: Path, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool
+) -> None:
+    """Write a snapshot's rows as arrays: token_ids int32 [n], k and v float32 [layers, n, kv_dim]. Takes its size in
+    memory."""
+    from safetensors import SafetensorError  # noqa: PLC0415 -- only this command needs it
+    from safetensors.numpy import save_file  # noqa: PLC0415 -- as above
+
+    rows = load_snapshot(PosixFileSystem(), file, *parts(chosen_shape(model, geometry, vocab_size)))
+    try:
+        save_file({"token_ids": rows.token_ids, "k": rows.k, "v": rows.v}, output)  # by a temporary file of its own
+    except (OSError, SafetensorError) as error:
+        raise StoreUnavailable(f"cannot write {output}: {error}", op="write", path=output) from error
+    facts = {"file": str(file), "output": str(output), "n_tokens": len(rows.token_ids), "shape": list(rows.k.shape)}
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo(f"{output}: token_ids [{len(rows.token_ids)}], k and v {list(rows.k.shape)}")

@@ -1,0 +1,73 @@
+"""What the commands have in common: options, JSON, and the words of a verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from kvferry.store.errors import SnapshotRejected
+from kvferry.store.geometry import KvGeometry
+from kvferry.store.model_shape import ModelShape, parse_shape, read_shape
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
+
+
+def model_options(command: Command) -> Command:
+    """--model, --geometry and --vocab: what a file is held against."""
+    for option in (
+        click.option("--vocab", "vocab_size", type=click.IntRange(min=1), help="Vocabulary size, with --geometry."),
+        click.option(
+            "--geometry",
+            metavar="L,NKV,HD[,BS]",
+            help="Layers, KV heads, head dimension, block size (32) to compare with.",
+        ),
+        click.option("--model", help="Model folder, GGUF file or fetched name to compare with."),
+    ):
+        command = option(command)
+    return command
+
+
+def chosen_shape(model: str | None, geometry: str | None, vocab_size: int | None) -> ModelShape | None:
+    """The shape that the options name; None when they name none. Raises StoreMisuse, click.UsageError."""
+    if model is not None and geometry is not None:
+        raise click.UsageError("give --model or --geometry, not both")
+    if geometry is not None:
+        return parse_shape(geometry, vocab_size)
+    if vocab_size is not None and model is None:
+        raise click.UsageError("--vocab goes with --geometry")
+    return None if model is None else read_shape(model)
+
+
+def parts(shape: ModelShape | None) -> tuple[KvGeometry | None, int | None]:
+    """Geometry and vocabulary, or nothing of either."""
+    return (None, None) if shape is None else (shape.geometry, shape.vocab_size)
+
+
+def print_json(value: object) -> None:
+    """One JSON value on standard output."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def console() -> Console:
+    """Standard output for people. Piped tables stay whole: no wrapping at 80 columns."""
+    out = Console(highlight=False)
+    return out if out.is_terminal else Console(highlight=False, width=max(out.width, 160))
+
+
+def verdict(refusal: SnapshotRejected | None) -> dict[str, object]:
+    """The verdict for a program."""
+    if refusal is None:
+        return {"verdict": "ok", "reason": None, "detail": None, "exit_code": 0}
+    return {"verdict": "refused", "reason": refusal.reason, "detail": refusal.detail, "exit_code": refusal.exit_code}
+
+
+def finish(refusal: SnapshotRejected | None) -> None:
+    """Ends the command with the refusal's exit code."""
+    if refusal is not None:
+        click.get_current_context().exit(refusal.exit_code)

@@ -1,0 +1,113 @@
+"""Looking at one snapshot file for a person: every field, what it should be, and the verdict; never an exception for
+a bad file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.store import vlkv
+from kvferry.store.errors import SnapshotRejected, os_errors_mapped
+from kvferry.store.fs import FileSystem
+from kvferry.store.geometry import KvGeometry, Rows
+from kvferry.store.reader import RowBuffers, open_regular, open_snapshot, read_exactly
+
+
+@dataclass(frozen=True, slots=True)
+class FieldView:
+    """One header field: where, its bytes, what they say."""
+
+    name: str
+    offset: int
+    raw: bytes
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a file is, as far as it can be said. ``refusal`` None: a reader takes it."""
+
+    path: Path
+    actual_bytes: int
+    fields: tuple[FieldView, ...]
+    header: vlkv.Header | None
+    expected_bytes: int | None
+    computed_hash: int | None
+    refusal: SnapshotRejected | None
+
+
+def inspect_file(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> Inspection:
+    """Reads header and token ids. Raises SnapshotRejected(not_regular_file), SnapshotGone, StoreUnavailable."""
+    refusal = judge(fs, path, expected, vocab_size)
+    with open_regular(fs, path) as (fd, identity):
+        head = bytearray(min(vlkv.HEADER_BYTES, identity.n_bytes))
+        if head:
+            read_exactly(fs, fd, [memoryview(head)], 0, path)
+        if len(head) < vlkv.HEADER_BYTES:
+            return Inspection(path, identity.n_bytes, (), None, None, None, refusal)
+        header = vlkv.parse_header(bytes(head))
+        computed = None
+        # what the header claims is believed only as far as the file reaches
+        if 0 < header.file_n_tokens <= (identity.n_bytes - vlkv.HEADER_BYTES) // vlkv.ID_BYTES:
+            ids = np.empty(header.file_n_tokens, "<i4")
+            read_exactly(fs, fd, [ids.data.cast("B")], vlkv.ids_offset(), path)
+            computed = vlkv.fnv1a(ids)
+    fields = tuple(
+        FieldView(name, offset, raw, _value(name, raw)) for name, offset, raw in vlkv.header_fields(bytes(head))
+    )
+    expected_bytes = (
+        vlkv.file_bytes(header.geometry, header.file_n_tokens) if header.version == vlkv.VERSION_F32 else None
+    )
+    return Inspection(path, identity.n_bytes, fields, header, expected_bytes, computed, refusal)
+
+
+def judge(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> SnapshotRejected | None:
+    """The refusal that a reader would answer with, None for a good file. Raises SnapshotGone, StoreUnavailable."""
+    try:
+        with open_snapshot(fs, path, expected) as snapshot:
+            snapshot.check(vocab_size, path.name)
+    except SnapshotRejected as error:
+        return error
+    return None
+
+
+def _value(name: str, raw: bytes) -> str:
+    if name == "magic":
+        return repr(raw)[1:]
+    if name == "reserved":
+        return "all zero" if not any(raw) else "not all zero"
+    number = int.from_bytes(raw, "little")
+    return f"{number:016x}" if name == "token_hash" else str(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A whole snapshot in memory: token_ids int32 [n], k and v float32 [layers, n, kv_dim]."""
+
+    token_ids: np.typing.NDArray[np.int32]
+    k: Rows
+    v: Rows
+
+
+class RowCollector:
+    """A sink that keeps all rows: k and v, float32 [layers, n, kv_dim]."""
+
+    def __init__(self, geometry: KvGeometry, n_rows: int) -> None:
+        self.k: Rows = np.empty((geometry.n_layers, n_rows, geometry.kv_dim), np.float32)
+        self.v: Rows = np.empty_like(self.k)
+
+    def write_rows(self, layer: int, start: int, k: Rows, v: Rows) -> None:
+        """Takes rows start..start+n-1 of a layer."""
+        self.k[layer, start : start + len(k)] = k
+        self.v[layer, start : start + len(v)] = v
+
+
+def load_snapshot(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> Snapshot:
+    """Reads a snapshot whole, after every check. Raises SnapshotRejected, SnapshotGone, StoreUnavailable, StoreFull."""
+    with os_errors_mapped("read", path), open_snapshot(fs, path, expected) as snapshot:
+        snapshot.check(vocab_size, path.name)
+        rows = RowCollector(snapshot.geometry, snapshot.n_tokens)
+        snapshot.restore(snapshot.n_tokens, rows, RowBuffers(snapshot.geometry))
+        return Snapshot(snapshot.token_ids(), rows.k, rows.v)
