@@ -31,6 +31,7 @@ STATUS_OF: Final[dict[str, grpc.StatusCode]] = {
     "session_busy": grpc.StatusCode.FAILED_PRECONDITION,
     "model_mismatch": grpc.StatusCode.FAILED_PRECONDITION,
     "stale_epoch": grpc.StatusCode.FAILED_PRECONDITION,
+    "node_id_taken": grpc.StatusCode.FAILED_PRECONDITION,
     "stale_coordinator": grpc.StatusCode.FAILED_PRECONDITION,
     # not now
     "no_node": grpc.StatusCode.UNAVAILABLE,
@@ -41,6 +42,7 @@ STATUS_OF: Final[dict[str, grpc.StatusCode]] = {
     "out_of_kv_memory": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "slow_client": grpc.StatusCode.RESOURCE_EXHAUSTED,
     # ours
+    "registry_unavailable": grpc.StatusCode.UNAVAILABLE,
     "store_unavailable": grpc.StatusCode.UNAVAILABLE,
     "placements_exhausted": grpc.StatusCode.UNAVAILABLE,
     "internal": grpc.StatusCode.INTERNAL,

@@ -1,0 +1,39 @@
+"""The ``coordinator`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.group()
+def coordinator() -> None:
+    """The process that keeps the conversations and chooses the nodes."""
+
+
+@coordinator.command()
+@click.option("--model", help="A fetched name, a GGUF file or a folder; the same as the nodes'.")
+@click.option("--listen", metavar="HOST:PORT", help="Where clients and nodes reach it. [default: 127.0.0.1:7070]")
+@click.option("--state", type=click.Path(path_type=Path), help="Its own folder, on a local disk.")
+@click.option("--store", type=click.Path(path_type=Path), help="The shared snapshot folder; read only here.")
+@click.option("--lease", type=float, help="Seconds of silence after which a node has lost its turns. [default: 3]")
+@click.option("--ready-file", type=click.Path(path_type=Path), help="Written with address and pid when it serves.")
+@click.option("--config", "config", type=click.Path(path_type=Path), help="Settings in TOML.")
+@click.option(
+    "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]), show_default=True
+)
+def run(config: Path | None, log_level: str, **options: Any) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    # gRPC and the tokenizer are not needed to say that a path is wrong, or to print the help.
+    from kvferry.coordinator.config import CoordinatorSettings
+    from kvferry.coordinator.server import run as run_coordinator
+
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = CoordinatorSettings.load(config, options)
+    if settings.ready_file is not None:
+        settings.ready_file.unlink(missing_ok=True)
+    asyncio.run(run_coordinator(settings))

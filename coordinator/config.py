@@ -1,0 +1,70 @@
+"""The coordinator's settings: one frozen value, made once in ``cli.py`` from the command line, the environment and a TOML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import pydantic
+import pydantic_settings
+from pydantic import Field
+
+from kvferry.coordinator.errors import InvalidSettings
+
+Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
+
+
+class CoordinatorSettings(pydantic_settings.BaseSettings):
+    """In order of precedence: command line, KVFERRY_COORDINATOR_… in the environment, the TOML file of --config."""
+
+    model_config = pydantic_settings.SettingsConfigDict(
+        env_prefix="KVFERRY_COORDINATOR_", extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    # A fetched name, a GGUF file or a folder; only its tokenizer and its template are used.
+    model: str
+    listen: Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}$")] = "127.0.0.1:7070"
+    state: Path
+    # The shared snapshot directory, read only; without it routing does not know what can be restored.
+    store: Path | None = None
+    # A node silent for this long has lost its turns; for half of it, it gets no new ones (reliability.md section 5).
+    lease: Annotated[float, Field(ge=0.3, le=600)] = 3.0
+    # After a restart nothing is placed for this long, so that nodes that hold rows can register first. Default: two heartbeats.
+    grace: Annotated[float, Field(ge=0, le=600)] | None = None
+    # How long a client waits for a node before it is told that there is none. Longer than a failover, shorter than patience.
+    no_node_wait: Seconds = 2.0
+    max_losses: Annotated[int, Field(ge=1, le=100)] = 3
+    max_placements: Annotated[int, Field(ge=1, le=100)] = 3
+    # Open turns of all sessions. Each costs its token list; a fleet of ten boards runs some hundred at once.
+    max_open_turns: Annotated[int, Field(ge=1, le=100_000)] = 1_024
+    ready_file: Path | None = None
+
+    @classmethod
+    def load(cls, toml_path: Path | None, command_line: dict[str, Any]) -> Self:
+        """Raises InvalidSettings that names every problem at once."""
+        given = {key: value for key, value in command_line.items() if value is not None}
+        if toml_path is not None and not toml_path.is_file():
+            raise InvalidSettings(f"there is no settings file {toml_path}")
+        namespace = {
+            "__module__": cls.__module__,
+            "model_config": pydantic_settings.SettingsConfigDict(toml_file=toml_path),
+        }
+        configured: type[Self] = type(cls.__name__, (cls,), namespace)
+        try:
+            return configured(**given)
+        except pydantic.ValidationError as e:
+            problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors())
+            raise InvalidSettings(f"the coordinator's settings are not right: {problems}") from e
+        except (ValueError, OSError) as e:  # not TOML, or not readable
+            raise InvalidSettings(f"the settings file {toml_path} cannot be read: {e}") from e
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[pydantic_settings.BaseSettings],
+        init_settings: pydantic_settings.PydanticBaseSettingsSource,
+        env_settings: pydantic_settings.PydanticBaseSettingsSource,
+        dotenv_settings: pydantic_settings.PydanticBaseSettingsSource,  # noqa: ARG003 - the hook's signature
+        file_secret_settings: pydantic_settings.PydanticBaseSettingsSource,  # noqa: ARG003 - the hook's signature
+    ) -> tuple[pydantic_settings.PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, pydantic_settings.TomlConfigSettingsSource(settings_cls)

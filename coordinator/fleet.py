@@ -1,0 +1,86 @@
+"""The fleet as the event loop sees it: ``Membership`` with a clock, a bell for those who wait, and our own placement counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from kvferry.coordinator.membership import Load, Member, Membership, Node, NodeState
+from kvferry.coordinator.routing import View
+from kvferry.coordinator.tasks import Bell
+
+
+class Fleet:
+    """All methods from the event loop. ``changed`` rings whenever a decision could come out otherwise."""
+
+    def __init__(self, lease_seconds: float, clock: Callable[[], float]) -> None:
+        self.lease_seconds = lease_seconds
+        # Six beats a lease: half a lease, the suspicion, is three beats missed.
+        self.heartbeat_seconds = lease_seconds / 6
+        self.changed = Bell()
+        self._clock = clock
+        self._membership = Membership(lease_seconds, self.heartbeat_seconds / 2)
+        self._n_placed: Counter[str] = Counter()
+        self._states: dict[tuple[str, str], NodeState] = {}
+
+    def register(self, node: Node) -> str | None:
+        """Raises NodeIdTaken. Returns the boot that was replaced."""
+        replaced = self._membership.register(node, self._clock())
+        self.changed.ring()
+        return replaced
+
+    def heartbeat(self, node_id: str, boot_id: str, load: Load, resident: Mapping[str, int], *, draining: bool) -> bool:
+        """False when the node has to register (again)."""
+        known = self._membership.heartbeat(node_id, boot_id, load, resident, draining, self._clock())
+        self._ring_if_states_changed()
+        return known
+
+    def deregister(self, node_id: str, boot_id: str) -> None:
+        self._membership.deregister(node_id, boot_id)
+        self.changed.ring()
+
+    def stream_broke(self, node: Node) -> None:
+        self._membership.stream_broke(node.node_id, node.boot_id)
+        self.changed.ring()
+
+    def note_resident(self, node: Node, session_id: str, n_rows: int) -> None:
+        self._membership.note_resident(node.node_id, node.boot_id, session_id, n_rows)
+
+    def members(self) -> tuple[Member, ...]:
+        return self._membership.members(self._clock())
+
+    def view(self, n_stored: Mapping[str, int]) -> View:
+        return View(members=self.members(), n_placed=self._n_placed, n_stored=n_stored)
+
+    @contextlib.contextmanager
+    def placement(self, node: Node) -> Iterator[None]:
+        """Counts a turn as the node's for as long as it is there."""
+        self._n_placed[node.node_id] += 1
+        try:
+            yield
+        finally:
+            self._n_placed[node.node_id] -= 1
+            self._n_placed += Counter()  # drops zeros
+
+    async def until_lost(self, node: Node) -> None:
+        """Returns when turns on this boot of the node have to move."""
+        while True:
+            seen = self.changed.count
+            if self._membership.is_lost(node.node_id, node.boot_id, self._clock()):
+                return
+            await self.changed.wait(seen)
+
+    async def run(self) -> None:
+        """Watches the clock, since silence is no event."""
+        while True:
+            self._membership.tick(self._clock())
+            self._ring_if_states_changed()
+            await asyncio.sleep(self.heartbeat_seconds / 2)
+
+    def _ring_if_states_changed(self) -> None:
+        states = {(m.node.node_id, m.node.boot_id): m.state for m in self.members()}
+        if states != self._states:
+            self._states = states
+            self.changed.ring()

@@ -1,0 +1,74 @@
+"""FleetService: what nodes call to join, to be counted as alive, and to leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from kvferry.coordinator import requests
+from kvferry.coordinator.errors import BadRequest, ModelMismatch
+from kvferry.coordinator.fleet import Fleet
+from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.wire import Context, load_of, node_of, resident_of, unary
+from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
+from kvferry.store.geometry import KvGeometry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    """All handlers run on the event loop and block nowhere."""
+
+    fleet: Fleet
+    snapshots: SnapshotView
+    generation: int
+    model_name: str
+    tokenizer_digest: str
+    vocabulary_size: int
+
+    @unary
+    async def Register(self, request: fleet_pb2.RegisterRequest, context: Context) -> fleet_pb2.RegisterResponse:
+        self._check(request)
+        replaced = self.fleet.register(node_of(request))
+        g = request.geometry
+        self.snapshots.watch(request.fingerprint, KvGeometry(g.n_layers, g.n_kv_heads, g.head_dim, g.block_size))
+        logger.info(
+            "node %s registered at %s (fingerprint %s, %d resident sessions%s)",
+            request.node_id, request.address, request.fingerprint, len(request.resident), ", a new start" if replaced else "",
+        )  # fmt: skip
+        return fleet_pb2.RegisterResponse(
+            coordinator_generation=self.generation,
+            lease_seconds=self.fleet.lease_seconds,
+            heartbeat_seconds=self.fleet.heartbeat_seconds,
+        )
+
+    @unary
+    async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Context) -> fleet_pb2.HeartbeatResponse:
+        resident = resident_of(request.resident)
+        known = self.fleet.heartbeat(
+            request.node_id, request.boot_id, load_of(request.load), resident, draining=request.draining
+        )
+        if known:
+            for snapshot in request.published:
+                self.snapshots.announce(snapshot.fingerprint, [snapshot.name])
+        return fleet_pb2.HeartbeatResponse(coordinator_generation=self.generation, register_again=not known)
+
+    @unary
+    async def Deregister(self, request: fleet_pb2.DeregisterRequest, context: Context) -> fleet_pb2.DeregisterResponse:
+        self.fleet.deregister(request.node_id, request.boot_id)
+        logger.info("node %s left", request.node_id)
+        return fleet_pb2.DeregisterResponse()
+
+    def _check(self, request: fleet_pb2.RegisterRequest) -> None:
+        """Raises InvalidName, BadRequest, ModelMismatch."""
+        requests.name("node_id", request.node_id)
+        if not request.boot_id or ":" not in request.address or not request.fingerprint or not request.context_length:
+            raise BadRequest(
+                "a node has to name its boot_id, its address (host:port), its fingerprint and its context_length"
+            )
+        if request.tokenizer_digest != self.tokenizer_digest or request.vocabulary_size != self.vocabulary_size:
+            raise ModelMismatch(
+                f"node {request.node_id} serves {request.model or 'a model without a name'} with another tokenizer or chat template than "
+                f"{self.model_name}, which this coordinator serves: start both with the same --model"
+            )

@@ -1,0 +1,183 @@
+"""What the coordinator remembers for ever, as a contract that any registry keeps (SQLite today).
+
+Rules that every implementation obeys, and that ``tests/coordinator/test_registry.py`` holds against each of them:
+
+- A method that returns has made its effect durable. A method that raises has had no effect.
+- The tokens of a session are the concatenation, in order, of ``prompt_ids`` and ``outcome.answer_ids`` of its *kept* turns
+  (finished, and not by an error). They are the authority; text is never tokenised a second time.
+- A session has at most one open turn. ``epoch`` only grows: it is raised by ``place_turn``, before a node is asked.
+- Writes compare before they set: ``begin_turn`` checks the length of the history it was computed from, ``finish_turn`` the
+  epoch, so that two coordinators over one registry cannot overwrite each other.
+
+Every method may raise RegistryUnavailable besides what it names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray = npt.NDArray[np.int32]
+
+
+class FinishReason(enum.IntEnum):
+    """Why an answer ended; the numbers are those of ``kvferry.v1.FinishReason``."""
+
+    END = 1
+    LENGTH = 2
+    STOP_STRING = 3
+    CANCELLED = 4
+    ERROR = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation; ``role`` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRecord:
+    """A conversation, without its tokens."""
+
+    session_id: str
+    model: str
+    created_at_ms: int
+    updated_at_ms: int
+    epoch: int = 0
+    # Of the kept turns.
+    n_tokens: int = 0
+    n_turns: int = 0
+    open_turn_id: str = ""
+    forked_from: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnOutcome:
+    """How a turn ended. ``answer_ids``: int32[n_answer_tokens]."""
+
+    reason: FinishReason
+    answer_ids: TokenArray
+    answer_text: str
+    # Serialised GeneratedTokens when log-probabilities were asked for, else empty.
+    logprobs: bytes = b""
+    error_code: str = ""
+    error: str = ""
+    first_token_seconds: float = 0.0
+    total_seconds: float = 0.0
+    longest_pause_seconds: float = 0.0
+    n_placements: int = 0
+
+    @property
+    def kept(self) -> bool:
+        """Whether the turn is part of the conversation from now on."""
+        return self.reason is not FinishReason.ERROR
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnRecord:
+    """One request, durable before its first token. ``prompt_ids``: int32[n], only what this turn adds to the history."""
+
+    session_id: str
+    turn_id: str
+    messages: tuple[Message, ...]
+    n_history_tokens: int
+    prompt_ids: TokenArray
+    # Serialised SamplingSettings with every default filled in, so that an upgrade cannot change a turn that is resumed.
+    sampling: bytes
+    # Of the answer; resolved, at least 1.
+    max_tokens: int
+    stop: tuple[str, ...]
+    # Of the request as it came; the same turn_id with another digest is another turn.
+    digest: str
+    created_at_ms: int
+    # Rows and tokens of a turn are those of one fingerprint; empty until the first placement.
+    fingerprint: str = ""
+    epoch: int = 0
+    outcome: TurnOutcome | None = None
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        """History and new prompt together."""
+        return self.n_history_tokens + len(self.prompt_ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageKey:
+    """Where a listing goes on: after this session, in order of (updated_at_ms, session_id) descending."""
+
+    updated_at_ms: int
+    session_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryCounts:
+    n_sessions: int
+    n_open_turns: int
+
+
+class Registry(Protocol):
+    """Sessions, turns and the coordinator's generation, durably. Called from one event loop; never blocks it."""
+
+    @property
+    def coordinator_id(self) -> str:
+        """Made once per registry."""
+
+    @property
+    def generation(self) -> int:
+        """Raised durably each time the registry is opened."""
+
+    async def close(self) -> None: ...
+
+    async def create_session(self, session: SessionRecord) -> None:
+        """Raises SessionExists."""
+
+    async def get_session(self, session_id: str) -> SessionRecord:
+        """Raises UnknownSession."""
+
+    async def list_sessions(self, limit: int, after: PageKey | None) -> list[SessionRecord]:
+        """Most recently used first."""
+
+    async def fork_session(self, session_id: str, fork: SessionRecord, n_turns: int | None) -> SessionRecord:
+        """Make ``fork`` begin with the first ``n_turns`` kept turns (None: all).
+
+        Raises UnknownSession, SessionExists, and IndexOutOfRange when there are fewer turns.
+        """
+
+    async def delete_session(self, session_id: str) -> None:
+        """Raises UnknownSession, and SessionBusy while a turn is open."""
+
+    async def session_tokens(self, session_id: str) -> TokenArray:
+        """All tokens of the kept turns. Raises UnknownSession."""
+
+    async def list_turns(self, session_id: str) -> list[TurnRecord]:
+        """In order, open and failed ones included. Raises UnknownSession."""
+
+    async def get_turn(self, session_id: str, turn_id: str) -> TurnRecord:
+        """The turn, or the latest one for an empty ``turn_id``. Raises UnknownSession, UnknownTurn."""
+
+    async def open_turns(self) -> list[TurnRecord]:
+        """What a restarted coordinator has to go on with."""
+
+    async def begin_turn(self, turn: TurnRecord) -> None:
+        """Raises UnknownSession, TurnExists, SessionBusy (an open turn, or a history of another length)."""
+
+    async def place_turn(self, session_id: str, turn_id: str, fingerprint: str) -> int:
+        """Raise the session's epoch and return it. Raises UnknownTurn when the turn is not open."""
+
+    async def finish_turn(
+        self, session_id: str, turn_id: str, epoch: int, outcome: TurnOutcome, placements: Sequence[bytes], now_ms: int
+    ) -> None:
+        """Close the turn. ``placements``: serialised Placements, in order. Raises UnknownTurn, StaleEpoch."""
+
+    async def list_placements(self, session_id: str) -> dict[str, list[bytes]]:
+        """Of finished turns, by turn_id. Raises UnknownSession."""
+
+    async def counts(self) -> RegistryCounts: ...

@@ -1,0 +1,183 @@
+"""What a client may ask: every request checked before anything is looked up, tokenised or kept. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kvferry.coordinator.errors import (
+    BadRequest,
+    EmptyPrompt,
+    InvalidMessage,
+    InvalidName,
+    InvalidSampling,
+    PromptTooLong,
+)
+from kvferry.coordinator.registry import Message, PageKey, SessionRecord
+from kvferry.proto.v1 import chat_pb2, common_pb2
+
+ROLES: Final = ("system", "user", "assistant")
+NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 256
+MAX_MESSAGES: Final = 1_024
+"""A conversation is sent turn by turn; imports of long ones fit."""
+DEFAULT_PAGE: Final = 100
+MAX_PAGE: Final = 1_000
+
+SAMPLING_DEFAULTS: Final = common_pb2.SamplingSettings(
+    temperature=0,
+    top_k=0,
+    top_p=1,
+    min_p=0,
+    repetition_penalty=1,
+    repetition_window=64,
+    seed=0,
+    top_logprobs=0,
+    logprobs=False,
+)
+"""As common.proto names them."""
+
+SAMPLING_RANGES: Final = {
+    "temperature": (0.0, 100.0, "[0, 100]"),
+    "top_p": (math.nextafter(0.0, 1.0), 1.0, "(0, 1]"),
+    "min_p": (0.0, 1.0, "[0, 1]"),
+    "repetition_penalty": (math.nextafter(0.0, 1.0), 10.0, "(0, 10]"),
+    "top_logprobs": (0, 20, "[0, 20]"),
+}
+"""As common.proto names them. Comparisons with NaN are false, so NaN is in no range."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """A GenerateRequest that may be."""
+
+    session_id: str
+    # Empty: the coordinator chooses.
+    turn_id: str
+    messages: tuple[Message, ...]
+    # With every default filled in.
+    sampling: common_pb2.SamplingSettings
+    # 0: to the end of the context.
+    max_tokens: int
+    stop: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal requests, whichever defaults were spelled out."""
+        digest = hashlib.sha256()
+        fields = [part for m in self.messages for part in (m.role, m.content)]
+        for part in (*fields, "\0stop", *self.stop, f"\0max {self.max_tokens}"):
+            encoded = part.encode()
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        digest.update(self.sampling.SerializeToString(deterministic=True))
+        return digest.hexdigest()
+
+
+def turn_request(request: chat_pb2.GenerateRequest) -> TurnRequest:
+    """Raises a BadRequest whose sentence says which field, which value and what is allowed."""
+    return TurnRequest(
+        session_id=name("session_id", request.session_id),
+        turn_id=name("turn_id", request.turn_id) if request.turn_id else "",
+        messages=checked_messages(request.messages),
+        sampling=checked_sampling(request.sampling),
+        max_tokens=request.max_tokens,
+        stop=checked_stops(request.stop),
+    )
+
+
+def name(field: str, value: str) -> str:
+    """Names go into logs, paths of metrics and SQL keys; one plain alphabet for all. Raises InvalidName."""
+    if not NAME.fullmatch(value):
+        raise InvalidName(f"{field} is {value[:140]!r}: give 1 to 128 characters of A-Z a-z 0-9 . _ -")
+    return value
+
+
+def checked_messages(messages: Sequence[chat_pb2.ChatMessage]) -> tuple[Message, ...]:
+    """Raises EmptyPrompt, InvalidMessage."""
+    if not messages:
+        raise EmptyPrompt("the prompt is empty: give at least one message, the last one from the user")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidMessage(f"{len(messages)} messages in one request: at most {MAX_MESSAGES} are allowed")
+    for number, message in enumerate(messages, start=1):
+        if message.role not in ROLES:
+            raise InvalidMessage(f"message {number} has the role {message.role[:40]!r}: give one of {', '.join(ROLES)}")
+        if message.role == "system" and number > 1:
+            raise InvalidMessage(
+                f"message {number} has the role system: only the first message of a session may have it"
+            )
+    if messages[-1].role != "user":
+        raise InvalidMessage(f"the last message has the role {messages[-1].role}: it has to be the user's")
+    if not messages[-1].content.strip():
+        raise EmptyPrompt("the prompt is empty: the last message has no text")
+    return tuple(Message(m.role, m.content) for m in messages)
+
+
+def checked_sampling(given: common_pb2.SamplingSettings) -> common_pb2.SamplingSettings:
+    """The settings with every default filled in. Raises InvalidSampling."""
+    sampling = common_pb2.SamplingSettings()
+    sampling.CopyFrom(SAMPLING_DEFAULTS)
+    sampling.MergeFrom(given)
+    for field, (low, high, allowed) in SAMPLING_RANGES.items():
+        value = getattr(sampling, field)
+        if not low <= value <= high:
+            raise InvalidSampling(f"{field} is {value:g}: give a number in {allowed}")
+    return sampling
+
+
+def checked_stops(stops: Iterable[str]) -> tuple[str, ...]:
+    """Raises BadRequest."""
+    checked = tuple(stops)
+    if len(checked) > MAX_STOPS:
+        raise BadRequest(f"{len(checked)} stop strings: at most {MAX_STOPS} are allowed")
+    for number, stop in enumerate(checked, start=1):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise BadRequest(f"stop string {number} has {len(stop)} characters: give 1 to {MAX_STOP_CHARACTERS}")
+    return checked
+
+
+def answer_budget(n_prompt_tokens: int, max_tokens: int, contexts: Sequence[int]) -> int:
+    """How many tokens the answer may have. ``contexts``: what the fleet's nodes (or the model, with no node) can hold.
+
+    Without a limit of its own a turn gets what every node that can hold its prompt offers, so that it can move between them.
+    Raises PromptTooLong with the numbers.
+    """
+    usable = [context for context in contexts if context > n_prompt_tokens]
+    if not usable:
+        longest = max(contexts)
+        raise PromptTooLong(
+            f"the prompt has {n_prompt_tokens} tokens with the session's history, and the context holds {longest}, "
+            "of which the answer needs at least 1: shorten the prompt or begin a new session"
+        )
+    if max_tokens == 0:
+        return min(usable) - n_prompt_tokens
+    return min(max_tokens, max(usable) - n_prompt_tokens)
+
+
+def page_size(asked: int) -> int:
+    return min(asked or DEFAULT_PAGE, MAX_PAGE)
+
+
+def page_token(key: PageKey) -> str:
+    return base64.urlsafe_b64encode(f"{key.updated_at_ms}:{key.session_id}".encode()).decode()
+
+
+def page_key(token: str) -> PageKey | None:
+    """Raises BadRequest for a token that ``page_token`` did not make."""
+    if not token:
+        return None
+    try:
+        updated_at_ms, _, session_id = base64.b64decode(token, altchars=b"-_", validate=True).decode().partition(":")
+        return PageKey(updated_at_ms=int(updated_at_ms), session_id=name("session_id", session_id))
+    except (binascii.Error, ValueError, InvalidName) as e:
+        raise BadRequest("page_token is not one that an earlier listing gave: leave it empty to begin again") from e
+
+
+def key_of(session: SessionRecord) -> PageKey:
+    return PageKey(updated_at_ms=session.updated_at_ms, session_id=session.session_id)

@@ -1,0 +1,215 @@
+"""One coordinator process: put the parts together, serve, stop in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvferry.coordinator.config import CoordinatorSettings
+from kvferry.coordinator.errors import CannotListen
+from kvferry.coordinator.fleet import Fleet
+from kvferry.coordinator.fleet_service import FleetService
+from kvferry.coordinator.registry import Registry
+from kvferry.coordinator.service import ChatService
+from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.sqlite_registry import SqliteRegistry
+from kvferry.coordinator.state_directory import StateDirectory
+from kvferry.coordinator.tasks import Background
+from kvferry.coordinator.transport import GrpcTransport
+from kvferry.coordinator.turn import TurnPolicy
+from kvferry.coordinator.turn_runner import Surroundings
+from kvferry.coordinator.turns import Turns
+from kvferry.engine.files.gguf_file import open_gguf
+from kvferry.engine.files.resolve import resolve_model
+from kvferry.engine.text.model import TextModel
+from kvferry.proto.channel import server_options
+from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+MAX_CONCURRENT_CALLS: Final = 4_096
+"""Streams of all clients and heartbeats of all nodes; beyond it gRPC answers RESOURCE_EXHAUSTED at once."""
+
+STOP_SECONDS: Final = 1.0
+"""Calls that are open at the end get their status at once; this is for bytes on the way."""
+
+CHAT_SERVICE: Final = chat_pb2.DESCRIPTOR.services_by_name["ChatService"].full_name
+FLEET_SERVICE: Final = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """What the coordinator needs of a model: its text side and how much its context holds."""
+
+    text: TextModel
+    context_length: int
+
+    @classmethod
+    def load(cls, name_or_path: str) -> LoadedModel:
+        """Raises what ``resolve_model``, ``open_gguf`` and ``TextModel.load`` raise: each one sentence."""
+        path = resolve_model(name_or_path)
+        return cls(text=TextModel.load(path), context_length=open_gguf(path).config.context_length)
+
+
+async def run(settings: CoordinatorSettings) -> None:
+    """The whole life of a coordinator. Raises CannotStart, and what loading the model raises."""
+    stop = stop_on_signals()
+    model = await asyncio.to_thread(LoadedModel.load, settings.model)
+    async with open_state(settings.state) as registry, serve(settings, model, registry) as address:
+        logger.info("serving %s on %s, generation %d", model.text.model_name, address, registry.generation)
+        write_ready_file(settings.ready_file, address, registry.coordinator_id)
+        await stop.wait()
+        logger.info("stopping")
+
+
+@contextlib.asynccontextmanager
+async def open_state(path: Path) -> AsyncIterator[SqliteRegistry]:
+    """The registry in a locked state folder. Raises CannotStart."""
+    directory = StateDirectory(path).acquire()
+    try:
+        registry = await SqliteRegistry(path / "registry.sqlite3").open(new_coordinator_id=uuid4().hex)
+        try:
+            yield registry
+        finally:
+            await registry.close()
+    finally:
+        directory.release()
+
+
+@contextlib.asynccontextmanager
+async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Registry) -> AsyncIterator[str]:
+    """Serve on ``settings.listen``; yields the address with the real port. Raises CannotListen."""
+    clock = time.monotonic
+    fleet = Fleet(settings.lease, clock)
+    snapshots = SnapshotView(settings.store, model.text.vocab_size)
+    transport, background = GrpcTransport(), Background()
+    around = Surroundings(
+        registry=registry, fleet=fleet, transport=transport, snapshots=snapshots, background=background,
+        end_token_ids=model.text.end_token_ids, clock=clock, wall_ms=wall_ms, settled=asyncio.Event(),
+    )  # fmt: skip
+    turns = Turns(
+        model.text, around, TurnPolicy(max_losses=settings.max_losses, max_placements=settings.max_placements),
+        context_length=model.context_length, no_node_wait_seconds=settings.no_node_wait, max_open_turns=settings.max_open_turns,
+    )  # fmt: skip
+    server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+    chat_pb2_grpc.add_ChatServiceServicer_to_server(
+        ChatService(
+            turns=turns, registry=registry, fleet=fleet, snapshots=snapshots, model_name=model.text.model_name,
+            started_s=clock(), clock=clock, wall_ms=wall_ms,
+        ), server,
+    )  # fmt: skip
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(
+        FleetService(
+            fleet=fleet, snapshots=snapshots, generation=registry.generation, model_name=model.text.model_name,
+            tokenizer_digest=model.text.digest, vocabulary_size=model.text.vocab_size,
+        ), server,
+    )  # fmt: skip
+    health_servicer = add_health_and_reflection(server)
+    address = listen(server, settings.listen)
+    try:
+        snapshots.start()
+        background.start(fleet.run(), "fleet")
+        background.start(settle(around.settled, grace_seconds(settings, fleet, registry.generation)), "settle")
+        n_open = await turns.recover()
+        if n_open:
+            logger.info("%d open turns are taken up again", n_open)
+        await server.start()
+        await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        await health_servicer.set(CHAT_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        await health_servicer.set(FLEET_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        yield address
+    finally:
+        await health_servicer.enter_graceful_shutdown()
+        await turns.stop()
+        await server.stop(STOP_SECONDS)
+        await background.close()
+        await transport.close()
+        snapshots.stop()
+
+
+def grace_seconds(settings: CoordinatorSettings, fleet: Fleet, generation: int) -> float:
+    """How long nothing is placed: no time at the very first start, when no node can hold rows of ours."""
+    if generation == 1 and settings.grace is None:
+        return 0.0
+    return 2 * fleet.heartbeat_seconds if settings.grace is None else settings.grace
+
+
+async def settle(settled: asyncio.Event, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    settled.set()
+
+
+def add_health_and_reflection(server: grpc.aio.Server) -> health.aio.HealthServicer:
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    names = (CHAT_SERVICE, FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return servicer
+
+
+def listen(server: grpc.aio.Server, address: str) -> str:
+    """Bind; returns host:port with the real port. Raises CannotListen."""
+    host, _, port = address.rpartition(":")
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as e:
+        raise CannotListen(f"cannot listen on {address}: {why_not(host, int(port))}") from e
+    if bound == 0:
+        raise CannotListen(f"cannot listen on {address}: {why_not(host, int(port))}")
+    return f"{host}:{bound}"
+
+
+def why_not(host: str, port: int) -> str:
+    """gRPC does not say why; binding once more does."""
+    import socket  # noqa: PLC0415 - only on the way out
+
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+    except OSError as e:
+        return f"{(e.strerror or str(e)).lower()}; stop what uses it or give another address with --listen"
+    return "give another address with --listen"
+
+
+def wall_ms() -> int:
+    """For records only; nothing is decided by it."""
+    return time.time_ns() // 1_000_000
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second one ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop
+
+
+def write_ready_file(path: Path | None, address: str, coordinator_id: str) -> None:
+    """Whole or not there: whoever waits for it never reads half."""
+    if path is None:
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps({"address": address, "pid": os.getpid(), "coordinator_id": coordinator_id}))
+    temporary.replace(path)

@@ -1,0 +1,136 @@
+"""ChatService: what clients call. Each handler checks, asks ``Turns`` or the registry, and answers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+from collections.abc import AsyncIterator, Callable
+from uuid import uuid4
+
+from kvferry.coordinator import requests
+from kvferry.coordinator.fleet import Fleet
+from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord
+from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.turn import Phase
+from kvferry.coordinator.turns import Turns
+from kvferry.coordinator.wire import Context, node_message, session_message, streaming, turn_message, unary
+from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatService(chat_pb2_grpc.ChatServiceServicer):
+    """All handlers run on the event loop and block nowhere."""
+
+    turns: Turns
+    registry: Registry
+    fleet: Fleet
+    snapshots: SnapshotView
+    model_name: str
+    started_s: float
+    clock: Callable[[], float]
+    wall_ms: Callable[[], int]
+
+    @unary
+    async def CreateSession(
+        self, request: chat_pb2.CreateSessionRequest, context: Context
+    ) -> chat_pb2.CreateSessionResponse:
+        record = self._new_session(request.session_id)
+        await self.registry.create_session(record)
+        return chat_pb2.CreateSessionResponse(session=self._session(record))
+
+    @unary
+    async def GetSession(self, request: chat_pb2.GetSessionRequest, context: Context) -> chat_pb2.GetSessionResponse:
+        session_id = requests.name("session_id", request.session_id)
+        record = await self.registry.get_session(session_id)
+        placements = await self.registry.list_placements(session_id)
+        turns = await self.registry.list_turns(session_id)
+        token_ids = await self.registry.session_tokens(session_id)
+        return chat_pb2.GetSessionResponse(
+            session=self._session(record),
+            turns=[self._turn(turn, placements.get(turn.turn_id, [])) for turn in turns],
+            token_ids=token_ids.tolist(),
+        )
+
+    @unary
+    async def ListSessions(
+        self, request: chat_pb2.ListSessionsRequest, context: Context
+    ) -> chat_pb2.ListSessionsResponse:
+        n = requests.page_size(request.page_size)
+        found = await self.registry.list_sessions(n + 1, requests.page_key(request.page_token))
+        more = requests.page_token(requests.key_of(found[n - 1])) if len(found) > n else ""
+        return chat_pb2.ListSessionsResponse(sessions=[self._session(r) for r in found[:n]], next_page_token=more)
+
+    @unary
+    async def ForkSession(self, request: chat_pb2.ForkSessionRequest, context: Context) -> chat_pb2.ForkSessionResponse:
+        session_id = requests.name("session_id", request.session_id)
+        n_turns = request.n_turns if request.HasField("n_turns") else None
+        fork = await self.registry.fork_session(session_id, self._new_session(request.new_session_id), n_turns)
+        return chat_pb2.ForkSessionResponse(session=self._session(fork))
+
+    @unary
+    async def DeleteSession(
+        self, request: chat_pb2.DeleteSessionRequest, context: Context
+    ) -> chat_pb2.DeleteSessionResponse:
+        await self.turns.delete_session(requests.name("session_id", request.session_id))
+        return chat_pb2.DeleteSessionResponse()
+
+    @streaming
+    async def Generate(
+        self, request: chat_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[chat_pb2.GenerateResponse]:
+        key = await self.turns.begin(requests.turn_request(request))
+        async with contextlib.aclosing(self.turns.events(key, from_index=0)) as events:
+            async for event in events:
+                yield chat_pb2.GenerateResponse(event=event)
+
+    @streaming
+    async def Resume(self, request: chat_pb2.ResumeRequest, context: Context) -> AsyncIterator[chat_pb2.ResumeResponse]:
+        session_id = requests.name("session_id", request.session_id)
+        turn_id = requests.name("turn_id", request.turn_id) if request.turn_id else ""
+        key = await self.turns.find(session_id, turn_id)
+        async with contextlib.aclosing(self.turns.events(key, request.from_index)) as events:
+            async for event in events:
+                yield chat_pb2.ResumeResponse(event=event)
+
+    @unary
+    async def CancelTurn(self, request: chat_pb2.CancelTurnRequest, context: Context) -> chat_pb2.CancelTurnResponse:
+        turn_id = requests.name("turn_id", request.turn_id) if request.turn_id else ""
+        await self.turns.cancel(requests.name("session_id", request.session_id), turn_id)
+        return chat_pb2.CancelTurnResponse()
+
+    @unary
+    async def ListNodes(self, request: chat_pb2.ListNodesRequest, context: Context) -> chat_pb2.ListNodesResponse:
+        return chat_pb2.ListNodesResponse(nodes=[node_message(m) for m in self.fleet.members()])
+
+    @unary
+    async def GetStatus(self, request: chat_pb2.GetStatusRequest, context: Context) -> chat_pb2.GetStatusResponse:
+        counts = await self.registry.counts()
+        return chat_pb2.GetStatusResponse(
+            version=importlib.metadata.version("kvferry"),
+            model=self.model_name,
+            coordinator_id=self.registry.coordinator_id,
+            generation=self.registry.generation,
+            uptime_seconds=self.clock() - self.started_s,
+            n_sessions=counts.n_sessions,
+            n_open_turns=counts.n_open_turns,
+            nodes=[node_message(m) for m in self.fleet.members()],
+            n_snapshots=self.snapshots.n_snapshots,
+            snapshot_bytes=self.snapshots.n_bytes,
+            n_failovers=self.turns.n_failovers,
+            n_turns_finished=self.turns.n_finished,
+        )
+
+    def _new_session(self, session_id: str) -> SessionRecord:
+        chosen = requests.name("session_id", session_id) if session_id else uuid4().hex
+        now_ms = self.wall_ms()
+        return SessionRecord(session_id=chosen, model=self.model_name, created_at_ms=now_ms, updated_at_ms=now_ms)
+
+    def _session(self, record: SessionRecord) -> chat_pb2.Session:
+        return session_message(record, self.turns.last_node(record.session_id))
+
+    def _turn(self, record: TurnRecord, placements: list[bytes]) -> chat_pb2.Turn:
+        live = self.turns.live_turn(record.session_id, record.turn_id)
+        if live is None:
+            return turn_message(record, map(chat_pb2.Placement.FromString, placements), running=False)
+        return turn_message(record, live.placements, running=live.phase is not Phase.WAITING)

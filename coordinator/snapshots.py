@@ -1,0 +1,118 @@
+"""What the shared snapshot store could restore, for routing: an index in memory, kept up by a thread that may hang.
+
+Only ``longest_prefixes`` is on the way of a turn, and it does no I/O. Everything that touches the store's disk is the thread's:
+if the store hangs, the index grows old and turns go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvferry.store.errors import StoreError
+from kvferry.store.geometry import KvGeometry
+from kvferry.store.snapshot_store import SnapshotStore
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS: Final = 30.0
+"""Nodes announce what they publish; the look at the directory finds what was missed and what was evicted."""
+
+MAX_WAITING_JOBS: Final = 1_024
+"""While the store hangs, announcements beyond this are dropped: the next look at the directory finds those files."""
+
+
+class SnapshotView:
+    """The store's index by fingerprint. All methods from the event loop; a daemon thread of its own does the I/O.
+
+    The thread is a daemon and nobody waits for it, since a hung NFS call cannot be interrupted.
+    """
+
+    def __init__(self, root: Path | None, vocab_size: int) -> None:
+        self._root = root
+        self._vocab_size = vocab_size
+        self._stores: dict[str, SnapshotStore] = {}
+        self._n_bytes: dict[str, int] = {}
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_JOBS)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._root is not None:
+            self._thread = threading.Thread(target=self._work, name="snapshot-index", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Asks the thread to end; does not wait for it."""
+        self._submit(None)
+
+    def watch(self, fingerprint: str, geometry: KvGeometry) -> None:
+        """A node with this fingerprint is in the fleet."""
+        if self._root is None or fingerprint in self._stores:
+            return
+        try:
+            store = SnapshotStore.index_only(self._root, fingerprint, geometry, self._vocab_size)
+        except StoreError as e:
+            logger.warning("snapshots of fingerprint %s are not used for routing: %s", fingerprint, e)
+            return
+        self._stores[fingerprint] = store
+        self._submit(lambda: self._refresh(fingerprint, store))
+
+    def announce(self, fingerprint: str, names: Sequence[str]) -> None:
+        """A node published these."""
+        if (store := self._stores.get(fingerprint)) is not None:
+            for name in names:
+                self._submit(lambda name=name: look_at(store, name))  # type: ignore[misc]  # mypy has no type for the bound default
+
+    def longest_prefixes(self, token_ids: Sequence[int]) -> dict[str, int]:
+        """fingerprint → leading tokens that the store holds rows of; of n tokens at most n - 1 are of use."""
+        ids = np.asarray(token_ids, dtype=np.int32)
+        matches = {fingerprint: store.find(ids) for fingerprint, store in self._stores.items()}
+        return {f: min(match.n_common, len(ids) - 1) for f, match in matches.items() if match is not None}
+
+    @property
+    def n_snapshots(self) -> int:
+        return sum(store.statistics().n_known for store in self._stores.values())
+
+    @property
+    def n_bytes(self) -> int:
+        """As of the last look at the directory."""
+        return sum(self._n_bytes.values())
+
+    def _submit(self, job: Callable[[], None] | None) -> None:
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            logger.warning("the snapshot store hangs: %d announcements wait", MAX_WAITING_JOBS)
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=REFRESH_SECONDS)
+            except queue.Empty:
+                for fingerprint, store in list(self._stores.items()):
+                    self._refresh(fingerprint, store)
+                continue
+            if job is None:
+                return
+            job()
+
+    def _refresh(self, fingerprint: str, store: SnapshotStore) -> None:
+        try:
+            store.refresh()
+            self._n_bytes[fingerprint] = sum(file.stat().st_size for file in store.path.glob("*.kv"))
+        except (StoreError, OSError) as e:
+            logger.warning("the snapshot store cannot be listed, routing goes on without news of it: %s", e)
+
+
+def look_at(store: SnapshotStore, name: str) -> None:
+    """Take one announced snapshot into the index."""
+    try:
+        store.announce(name)
+    except StoreError as e:
+        logger.warning("announced snapshot %s is not used: %s", name, e)

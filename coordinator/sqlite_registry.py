@@ -1,0 +1,297 @@
+"""The embedded registry: one SQLite file on a local disk, one thread that owns the connection.
+
+WAL with ``synchronous=FULL``: a commit has reached the disk when its method returns. The loop never touches SQLite; each method
+hands a function to the registry's thread and waits for it without blocking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Self, TypeVar
+
+from kvferry.coordinator.errors import (
+    IndexOutOfRange,
+    RegistryUnavailable,
+    SessionBusy,
+    SessionExists,
+    StaleEpoch,
+    StatePathInvalid,
+    TurnExists,
+    UnknownSession,
+    UnknownTurn,
+)
+from kvferry.coordinator.registry import (
+    FinishReason,
+    PageKey,
+    RegistryCounts,
+    SessionRecord,
+    TokenArray,
+    TurnOutcome,
+    TurnRecord,
+)
+from kvferry.coordinator.sqlite_schema import (
+    insert,
+    insert_placements,
+    open_turn_values,
+    outcome_values,
+    prepare,
+    session_of,
+    turn_of,
+    unpack_tokens,
+    update_turn,
+)
+
+T = TypeVar("T")
+
+
+class SqliteRegistry:
+    """A ``Registry``. Methods may be called from any task of one event loop; they run one after the other, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
+        self._connection: sqlite3.Connection | None = None
+        self.coordinator_id = ""
+        self.generation = 0
+
+    async def open(self, new_coordinator_id: str) -> Self:
+        """Open or make the file and raise the generation. Raises StatePathInvalid, StateIncompatible."""
+        try:
+            self.coordinator_id, self.generation = await self._in_thread(lambda: self._open(new_coordinator_id))
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    def _open(self, new_coordinator_id: str) -> tuple[str, int]:
+        try:
+            self._connection = sqlite3.connect(self._path, isolation_level="IMMEDIATE")
+            self._connection.row_factory = sqlite3.Row
+            for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+                self._connection.execute(f"PRAGMA {pragma}")
+            return prepare(self._connection, new_coordinator_id)
+        except sqlite3.Error as e:
+            raise StatePathInvalid(f"the registry {self._path} cannot be opened: {e}") from e
+
+    async def close(self) -> None:
+        def close_connection() -> None:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, close_connection)
+        self._thread.shutdown(wait=False)
+
+    async def create_session(self, session: SessionRecord) -> None:
+        await self._write(lambda db: insert_session(db, session))
+
+    async def get_session(self, session_id: str) -> SessionRecord:
+        return await self._read(lambda db: select_session(db, session_id))
+
+    async def list_sessions(self, limit: int, after: PageKey | None) -> list[SessionRecord]:
+        def select(db: sqlite3.Connection) -> list[SessionRecord]:
+            start = (after.updated_at_ms, after.session_id) if after else (2**63 - 1, "\U0010ffff")
+            query = "SELECT * FROM sessions WHERE (updated_at_ms, session_id) < (?, ?) ORDER BY updated_at_ms DESC, session_id DESC LIMIT ?"
+            return [session_of(row) for row in db.execute(query, (*start, limit))]
+
+        return await self._read(select)
+
+    async def fork_session(self, session_id: str, fork: SessionRecord, n_turns: int | None) -> SessionRecord:
+        return await self._write(lambda db: fork_session(db, session_id, fork, n_turns))
+
+    async def delete_session(self, session_id: str) -> None:
+        def delete(db: sqlite3.Connection) -> None:
+            if open_turn_id := select_session(db, session_id).open_turn_id:
+                raise SessionBusy(f"session {session_id} has an open turn, {open_turn_id}: cancel it first")
+            db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
+
+        await self._write(delete)
+
+    async def session_tokens(self, session_id: str) -> TokenArray:
+        def select(db: sqlite3.Connection) -> TokenArray:
+            select_session(db, session_id)
+            return unpack_tokens(
+                blob for row in select_kept_turns(db, session_id) for blob in (row["prompt_ids"], row["answer_ids"])
+            )
+
+        return await self._read(select)
+
+    async def list_turns(self, session_id: str) -> list[TurnRecord]:
+        def select(db: sqlite3.Connection) -> list[TurnRecord]:
+            select_session(db, session_id)
+            rows = db.execute("SELECT * FROM turns WHERE session_id = ? ORDER BY position", (session_id,))
+            return [turn_of(row) for row in rows]
+
+        return await self._read(select)
+
+    async def get_turn(self, session_id: str, turn_id: str) -> TurnRecord:
+        return await self._read(lambda db: select_turn(db, session_id, turn_id))
+
+    async def open_turns(self) -> list[TurnRecord]:
+        query = "SELECT * FROM turns WHERE reason IS NULL ORDER BY created_at_ms, session_id"
+        return await self._read(lambda db: [turn_of(row) for row in db.execute(query)])
+
+    async def begin_turn(self, turn: TurnRecord) -> None:
+        await self._write(lambda db: begin_turn(db, turn))
+
+    async def place_turn(self, session_id: str, turn_id: str, fingerprint: str) -> int:
+        def place(db: sqlite3.Connection) -> int:
+            select_open_turn(db, session_id, turn_id)
+            epoch = select_session(db, session_id).epoch + 1
+            db.execute("UPDATE sessions SET epoch = ? WHERE session_id = ?", (epoch, session_id))
+            update_turn(db, session_id, turn_id, {"epoch": epoch, "fingerprint": fingerprint})
+            return epoch
+
+        return await self._write(place)
+
+    async def finish_turn(
+        self, session_id: str, turn_id: str, epoch: int, outcome: TurnOutcome, placements: Sequence[bytes], now_ms: int
+    ) -> None:
+        def finish(db: sqlite3.Connection) -> None:
+            turn = select_open_turn(db, session_id, turn_id)
+            if turn.epoch != epoch:
+                raise StaleEpoch(f"turn {turn_id} of session {session_id} is at epoch {turn.epoch}, not {epoch}")
+            update_turn(db, session_id, turn_id, outcome_values(outcome))
+            insert_placements(db, session_id, turn_id, placements)
+            n_new_tokens = len(turn.prompt_ids) + len(outcome.answer_ids) if outcome.kept else 0
+            db.execute(
+                "UPDATE sessions SET open_turn_id = '', updated_at_ms = ?, n_tokens = n_tokens + ?, n_turns = n_turns + ? WHERE session_id = ?",
+                (now_ms, n_new_tokens, int(outcome.kept), session_id),
+            )
+
+        await self._write(finish)
+
+    async def list_placements(self, session_id: str) -> dict[str, list[bytes]]:
+        def select(db: sqlite3.Connection) -> dict[str, list[bytes]]:
+            select_session(db, session_id)
+            found: dict[str, list[bytes]] = {}
+            query = "SELECT turn_id, placement FROM placements WHERE session_id = ? ORDER BY turn_id, number"
+            for turn_id, blob in db.execute(query, (session_id,)):
+                found.setdefault(turn_id, []).append(blob)
+            return found
+
+        return await self._read(select)
+
+    async def counts(self) -> RegistryCounts:
+        def count(db: sqlite3.Connection) -> RegistryCounts:
+            (n_sessions,) = db.execute("SELECT count(*) FROM sessions").fetchone()
+            (n_open,) = db.execute("SELECT count(*) FROM turns WHERE reason IS NULL").fetchone()
+            return RegistryCounts(n_sessions=n_sessions, n_open_turns=n_open)
+
+        return await self._read(count)
+
+    async def _read(self, function: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._in_thread(lambda: function(self._usable()))
+
+    async def _write(self, function: Callable[[sqlite3.Connection], T]) -> T:
+        """``function`` in one transaction: committed to disk when it returns, rolled back when it raises."""
+
+        def transact() -> T:
+            with transaction(self._usable()) as db:
+                return function(db)
+
+        return await self._in_thread(transact)
+
+    def _usable(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise RegistryUnavailable("the registry is closed")
+        return self._connection
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        # The thread finishes a transaction even when its caller was cancelled: it is whole or not there, never half.
+        try:
+            future = self._thread.submit(function)
+        except RuntimeError as e:  # the executor's word for "shut down"
+            raise RegistryUnavailable("the registry is closed") from e
+        try:
+            return await asyncio.wrap_future(future)
+        except sqlite3.Error as e:
+            raise RegistryUnavailable(f"the registry {self._path} failed: {e}") from e
+
+
+@contextlib.contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """BEGIN IMMEDIATE … COMMIT, so that what is compared and what is set belong together."""
+    db.execute("BEGIN IMMEDIATE")
+    with db:  # commits, or rolls back on any exception
+        yield db
+
+
+def insert_session(db: sqlite3.Connection, session: SessionRecord) -> None:
+    try:
+        insert(db, "sessions", dataclasses.asdict(session))
+    except sqlite3.IntegrityError as e:
+        raise SessionExists(f"there is a session {session.session_id} already") from e
+
+
+def select_session(db: sqlite3.Connection, session_id: str) -> SessionRecord:
+    row = db.execute("SELECT * FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+    if row is None:
+        raise UnknownSession(f"there is no session {session_id}")
+    return session_of(row)
+
+
+def select_turn(db: sqlite3.Connection, session_id: str, turn_id: str) -> TurnRecord:
+    select_session(db, session_id)
+    wanted, value = ("turn_id = ?", (session_id, turn_id)) if turn_id else ("TRUE", (session_id,))
+    query = f"SELECT * FROM turns WHERE session_id = ? AND {wanted} ORDER BY position DESC LIMIT 1"  # noqa: S608 - two literals
+    row = db.execute(query, value).fetchone()
+    if row is None:
+        raise UnknownTurn(
+            f"session {session_id} has no turn {turn_id}" if turn_id else f"session {session_id} has no turn yet"
+        )
+    return turn_of(row)
+
+
+def select_open_turn(db: sqlite3.Connection, session_id: str, turn_id: str) -> TurnRecord:
+    query = "SELECT * FROM turns WHERE session_id = ? AND turn_id = ? AND reason IS NULL"
+    row = db.execute(query, (session_id, turn_id)).fetchone()
+    if row is None:
+        raise UnknownTurn(f"session {session_id} has no open turn {turn_id}")
+    return turn_of(row)
+
+
+def select_kept_turns(db: sqlite3.Connection, session_id: str) -> list[sqlite3.Row]:
+    query = "SELECT * FROM turns WHERE session_id = ? AND reason IS NOT NULL AND reason <> ? ORDER BY position"
+    return db.execute(query, (session_id, int(FinishReason.ERROR))).fetchall()
+
+
+def begin_turn(db: sqlite3.Connection, turn: TurnRecord) -> None:
+    session = select_session(db, turn.session_id)
+    taken = db.execute("SELECT 1 FROM turns WHERE session_id = ? AND turn_id = ?", (turn.session_id, turn.turn_id))
+    if taken.fetchone():
+        raise TurnExists(f"session {turn.session_id} has a turn {turn.turn_id} already")
+    if session.open_turn_id:
+        raise SessionBusy(
+            f"session {turn.session_id} is answering turn {session.open_turn_id}: wait for it or cancel it"
+        )
+    if session.n_tokens != turn.n_history_tokens:
+        raise SessionBusy(
+            f"session {turn.session_id} grew from {turn.n_history_tokens} to {session.n_tokens} tokens meanwhile: ask again"
+        )
+    (position,) = db.execute("SELECT count(*) FROM turns WHERE session_id = ?", (turn.session_id,)).fetchone()
+    insert(db, "turns", open_turn_values(turn, position))
+    db.execute(
+        "UPDATE sessions SET open_turn_id = ?, updated_at_ms = ? WHERE session_id = ?",
+        (turn.turn_id, turn.created_at_ms, turn.session_id),
+    )
+
+
+def fork_session(db: sqlite3.Connection, session_id: str, fork: SessionRecord, n_turns: int | None) -> SessionRecord:
+    parent = select_session(db, session_id)
+    kept = select_kept_turns(db, session_id)
+    if n_turns is not None and n_turns > len(kept):
+        raise IndexOutOfRange(f"session {session_id} has {len(kept)} finished turns, not {n_turns}")
+    copied = kept[:n_turns]
+    n_tokens = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in copied) // 4
+    made = dataclasses.replace(fork, model=parent.model, n_tokens=n_tokens, n_turns=len(copied), forked_from=session_id)
+    insert_session(db, made)
+    for position, row in enumerate(copied):
+        insert(db, "turns", {**dict(row), "session_id": made.session_id, "position": position})
+    return made

@@ -1,0 +1,203 @@
+"""The registry's tables, and how a row becomes a record. Token ids are little-endian int32 blobs."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvferry.coordinator.errors import StateIncompatible
+from kvferry.coordinator.registry import FinishReason, Message, SessionRecord, TokenArray, TurnOutcome, TurnRecord
+
+SCHEMA_VERSION: Final = 1
+
+TABLES: Final = """
+CREATE TABLE meta (
+    key TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE sessions (
+    session_id TEXT PRIMARY KEY,
+    model TEXT NOT NULL,
+    created_at_ms INTEGER NOT NULL,
+    updated_at_ms INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,
+    n_tokens INTEGER NOT NULL,
+    n_turns INTEGER NOT NULL,
+    open_turn_id TEXT NOT NULL,
+    forked_from TEXT NOT NULL
+) STRICT;
+CREATE INDEX sessions_by_use ON sessions (updated_at_ms DESC, session_id DESC);
+
+CREATE TABLE turns (
+    session_id TEXT NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    position INTEGER NOT NULL,
+    turn_id TEXT NOT NULL,
+    messages TEXT NOT NULL,
+    n_history_tokens INTEGER NOT NULL,
+    prompt_ids BLOB NOT NULL,
+    sampling BLOB NOT NULL,
+    max_tokens INTEGER NOT NULL,
+    stop TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    created_at_ms INTEGER NOT NULL,
+    fingerprint TEXT NOT NULL,
+    epoch INTEGER NOT NULL,
+    -- NULL while the turn is open
+    reason INTEGER,
+    answer_ids BLOB,
+    answer_text TEXT,
+    logprobs BLOB,
+    error_code TEXT,
+    error TEXT,
+    first_token_seconds REAL,
+    total_seconds REAL,
+    longest_pause_seconds REAL,
+    n_placements INTEGER,
+    PRIMARY KEY (session_id, position),
+    UNIQUE (session_id, turn_id)
+) STRICT;
+CREATE INDEX open_turns ON turns (session_id) WHERE reason IS NULL;
+
+CREATE TABLE placements (
+    session_id TEXT NOT NULL,
+    turn_id TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    placement BLOB NOT NULL,
+    PRIMARY KEY (session_id, turn_id, number),
+    FOREIGN KEY (session_id, turn_id) REFERENCES turns (session_id, turn_id) ON DELETE CASCADE
+) STRICT, WITHOUT ROWID;
+"""
+
+
+def prepare(connection: sqlite3.Connection, new_coordinator_id: str) -> tuple[str, int]:
+    """Make or check the tables and raise the generation durably; returns (coordinator_id, generation).
+
+    Raises StateIncompatible when a newer version of the program made them.
+    """
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found == 0:
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {TABLES} "
+            f"INSERT INTO meta VALUES ('generation', '0'); PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+        )
+    elif found != SCHEMA_VERSION:
+        raise StateIncompatible(
+            f"the state folder was written in version {found} of its layout and this program knows version {SCHEMA_VERSION}: "
+            "start the program that wrote it, or give another folder with --state"
+        )
+    with connection:
+        connection.execute("INSERT OR IGNORE INTO meta VALUES ('coordinator_id', ?)", (new_coordinator_id,))
+        connection.execute("UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'generation'")
+        rows = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+    return rows["coordinator_id"], int(rows["generation"])
+
+
+def pack_tokens(token_ids: TokenArray) -> bytes:
+    return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+
+
+def unpack_tokens(blobs: Iterable[bytes]) -> TokenArray:
+    return np.frombuffer(b"".join(blobs), dtype="<i4").astype(np.int32)
+
+
+def session_of(row: sqlite3.Row) -> SessionRecord:
+    return SessionRecord(**{key: row[key] for key in row.keys()})  # noqa: SIM118 - a Row iterates over its values
+
+
+def turn_of(row: sqlite3.Row) -> TurnRecord:
+    return TurnRecord(
+        session_id=row["session_id"],
+        turn_id=row["turn_id"],
+        messages=tuple(Message(role, content) for role, content in json.loads(row["messages"])),
+        n_history_tokens=row["n_history_tokens"],
+        prompt_ids=unpack_tokens([row["prompt_ids"]]),
+        sampling=row["sampling"],
+        max_tokens=row["max_tokens"],
+        stop=tuple(json.loads(row["stop"])),
+        digest=row["digest"],
+        created_at_ms=row["created_at_ms"],
+        fingerprint=row["fingerprint"],
+        epoch=row["epoch"],
+        outcome=None if row["reason"] is None else outcome_of(row),
+    )
+
+
+def outcome_of(row: sqlite3.Row) -> TurnOutcome:
+    return TurnOutcome(
+        reason=FinishReason(row["reason"]),
+        answer_ids=unpack_tokens([row["answer_ids"]]),
+        answer_text=row["answer_text"],
+        logprobs=row["logprobs"],
+        error_code=row["error_code"],
+        error=row["error"],
+        first_token_seconds=row["first_token_seconds"],
+        total_seconds=row["total_seconds"],
+        longest_pause_seconds=row["longest_pause_seconds"],
+        n_placements=row["n_placements"],
+    )
+
+
+def open_turn_values(turn: TurnRecord, position: int) -> dict[str, object]:
+    """The columns of a turn that begins."""
+    return {
+        "session_id": turn.session_id,
+        "position": position,
+        "turn_id": turn.turn_id,
+        "messages": json.dumps([(m.role, m.content) for m in turn.messages], ensure_ascii=False),
+        "n_history_tokens": turn.n_history_tokens,
+        "prompt_ids": pack_tokens(turn.prompt_ids),
+        "sampling": turn.sampling,
+        "max_tokens": turn.max_tokens,
+        "stop": json.dumps(turn.stop, ensure_ascii=False),
+        "digest": turn.digest,
+        "created_at_ms": turn.created_at_ms,
+        "fingerprint": turn.fingerprint,
+        "epoch": turn.epoch,
+    }
+
+
+def outcome_values(outcome: TurnOutcome) -> dict[str, object]:
+    """The columns of a turn that ends."""
+    return {
+        "reason": int(outcome.reason),
+        "answer_ids": pack_tokens(outcome.answer_ids),
+        "answer_text": outcome.answer_text,
+        "logprobs": outcome.logprobs,
+        "error_code": outcome.error_code,
+        "error": outcome.error,
+        "first_token_seconds": outcome.first_token_seconds,
+        "total_seconds": outcome.total_seconds,
+        "longest_pause_seconds": outcome.longest_pause_seconds,
+        "n_placements": outcome.n_placements,
+    }
+
+
+def insert(connection: sqlite3.Connection, table: str, values: dict[str, object]) -> None:
+    """``table`` and the keys are names of this module, never a caller's text."""
+    columns = ", ".join(values)
+    marks = ", ".join(f":{column}" for column in values)
+    connection.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", values)  # noqa: S608 - see the docstring
+
+
+def update_turn(connection: sqlite3.Connection, session_id: str, turn_id: str, values: dict[str, object]) -> None:
+    """The keys of ``values`` are column names of this module, never a caller's text."""
+    sets = ", ".join(f"{column} = :{column}" for column in values)
+    where = {"the_session": session_id, "the_turn": turn_id}
+    connection.execute(
+        f"UPDATE turns SET {sets} WHERE session_id = :the_session AND turn_id = :the_turn",  # noqa: S608
+        {**values, **where},
+    )
+
+
+def insert_placements(
+    connection: sqlite3.Connection, session_id: str, turn_id: str, placements: Sequence[bytes]
+) -> None:
+    connection.executemany(
+        "INSERT INTO placements VALUES (?, ?, ?, ?)",
+        [(session_id, turn_id, number, blob) for number, blob in enumerate(placements)],
+    )

@@ -1,0 +1,236 @@
+"""The life of one turn: find a node, follow its stream, move on when it is lost, make the end durable.
+
+The decisions are ``Turn``'s and ``route``'s; this shell only waits and calls. A runner is a task of its own: it does not depend
+on who reads the turn's events, and it ends when the outcome is durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, TypeVar
+
+import stamina
+
+from kvferry.coordinator.errors import RegistryUnavailable
+from kvferry.coordinator.fleet import Fleet
+from kvferry.coordinator.membership import Node
+from kvferry.coordinator.registry import FinishReason, Registry
+from kvferry.coordinator.routing import Choice, route
+from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.tasks import Background, Bell, first_of
+from kvferry.coordinator.transport import PlacementLost, WorkerTransport
+from kvferry.coordinator.turn import Blame, Loss, Phase, Turn
+from kvferry.proto.v1 import chat_pb2, common_pb2, worker_pb2
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+REGISTRY_RETRY_SECONDS: Final = 1.0
+"""A full disk does not empty in milliseconds; the turn waits, nothing is lost."""
+
+GOODBYE_SECONDS: Final = 0.25
+"""How long the node may take to close its stream after the last token, before it is cut. It is the same burst of bytes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What every runner of a coordinator shares."""
+
+    registry: Registry
+    fleet: Fleet
+    transport: WorkerTransport
+    snapshots: SnapshotView
+    background: Background
+    end_token_ids: tuple[int, ...]
+    # Seconds of a clock that does not jump.
+    clock: Callable[[], float]
+    wall_ms: Callable[[], int]
+    # Set once nodes that outlived the last coordinator had time to register.
+    settled: asyncio.Event
+
+
+class TurnRunner:
+    """Runs ``turn`` to its end. ``history_ids``: the session's tokens before this turn."""
+
+    def __init__(self, turn: Turn, history_ids: list[int], around: Surroundings) -> None:
+        self.turn = turn
+        # Rings after every event, for subscribers.
+        self.changed = Bell()
+        # Why no node has it, while that is so.
+        self.obstacle = ""
+        self.n_moves = 0
+        self._history_ids = history_ids
+        self._around = around
+        self._cancelled = asyncio.Event()
+
+    async def run(self) -> None:
+        """The whole life of a turn."""
+        try:
+            while not self.turn.is_over:
+                choice = await self._find_node()
+                epoch = await self._make_placement_durable(choice)
+                await self._follow(choice, epoch)
+        except Exception:
+            logger.exception("%r met a bug", self.turn)
+            self.turn.fail(
+                "internal", "the coordinator met a bug, its log says which; the session is intact", self._now()
+            )
+        await self._make_end_durable()
+        self.turn.close()
+        self.changed.ring()
+
+    def cancel(self) -> None:
+        """End the turn with the tokens it has; ``run`` goes on to make that durable."""
+        self.turn.cancel(self._now())
+        self._cancelled.set()
+        self.changed.ring()
+
+    async def _find_node(self) -> Choice:
+        """Wait until a node may take the turn; a choice without one when the turn is over before."""
+        around, turn = self._around, self.turn
+        await first_of(around.settled.wait(), self._cancelled.wait())
+        choice = Choice(member=None, candidates=())
+        while not turn.is_over:
+            seen = around.fleet.changed.count
+            if (pause_s := turn.next_try_s - self._now()) > 0:
+                await first_of(asyncio.sleep(pause_s), self._cancelled.wait())
+                continue
+            stored = around.snapshots.longest_prefixes(self._token_ids())
+            choice = route(around.fleet.view(stored), turn.route_request())
+            self.obstacle = choice.summary if choice.member is None else ""
+            if choice.member is not None:
+                break
+            await first_of(around.fleet.changed.wait(seen), self._cancelled.wait())
+        return choice
+
+    async def _make_placement_durable(self, choice: Choice) -> int:
+        """Raise the session's epoch for this choice, before the node hears of it."""
+        if choice.member is None:
+            return self.turn.epoch
+        record, fingerprint = self.turn.record, choice.member.node.fingerprint
+        return await self._durably(
+            lambda: self._around.registry.place_turn(record.session_id, record.turn_id, fingerprint)
+        )
+
+    async def _follow(self, choice: Choice, epoch: int) -> None:
+        """Give the turn to the node, and pass its stream on until the answer or the placement ends."""
+        turn, around = self.turn, self._around
+        if choice.member is None or turn.is_over:  # cancelled while it waited
+            turn.epoch = epoch
+            return
+        node = choice.member.node
+        turn.place(node.node_id, node.fingerprint, epoch, candidates_of(choice))
+        logger.info("%r placed", turn)
+        with around.fleet.placement(node):
+            await first_of(self._read(node, epoch), around.fleet.until_lost(node), self._cancelled.wait())
+        silence = Loss(
+            cause="lease_expired", detail=f"{node.node_id} was not heard for its whole lease", blame=Blame.TURN
+        )
+        turn.lose(epoch, silence, self._now())  # no effect when the stream or the answer ended by itself
+        self.changed.ring()
+        if turn.phase is Phase.WAITING:
+            self.n_moves += 1
+            logger.warning("%r lost %s (%s)", turn, node.node_id, turn.failed.get(node.node_id))
+            return
+        around.fleet.note_resident(node, turn.record.session_id, self._n_tokens() - 1)
+        if turn.outcome is not None and turn.outcome.reason in {FinishReason.STOP_STRING, FinishReason.CANCELLED}:
+            self._stop_on(node, epoch)
+
+    async def _read(self, node: Node, epoch: int) -> None:
+        """Feed the node's messages to the turn until the placement is over."""
+        turn = self.turn
+        try:
+            async with contextlib.aclosing(
+                self._around.transport.run_turn(node.address, self._request(epoch))
+            ) as messages:
+                async for message in messages:
+                    self._take(message, epoch)
+                    if turn.phase is not Phase.RUNNING:
+                        break
+                await self._hear_goodbye(messages)
+        except PlacementLost as e:
+            if e.connection_broke:
+                self._around.fleet.stream_broke(node)
+            turn.lose(epoch, e.loss, self._now())
+
+    async def _hear_goodbye(self, messages: AsyncIterator[worker_pb2.RunTurnResponse]) -> None:
+        """Let a node that ended the answer by itself close the stream: cancelled calls look like impatient clients to it."""
+        outcome = self.turn.outcome
+        if outcome is not None and outcome.reason in {FinishReason.END, FinishReason.LENGTH}:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GOODBYE_SECONDS):
+                    async for _ in messages:
+                        pass
+
+    def _take(self, message: worker_pb2.RunTurnResponse, epoch: int) -> None:
+        match message.WhichOneof("event"):
+            case "tokens":
+                self.turn.receive(epoch, message.tokens.tokens, self._now())
+            case "prefix":
+                self.turn.report_prefix(epoch, message.prefix)
+            case "finished":
+                self.turn.run_ended(epoch, message.finished.reason, self._now())
+        self.changed.ring()
+
+    def _stop_on(self, node: Node, epoch: int) -> None:
+        """Tell the node at once, rather than let it notice that nobody reads."""
+        record = self.turn.record
+        request = worker_pb2.StopTurnRequest(session_id=record.session_id, turn_id=record.turn_id, epoch=epoch)
+        self._around.background.start(self._around.transport.stop_turn(node.address, request), "stop-turn")
+
+    async def _make_end_durable(self) -> None:
+        turn, around = self.turn, self._around
+        record, outcome = turn.record, turn.outcome
+        if outcome is None:
+            raise AssertionError(f"{turn!r} ended without an outcome")
+        placements = [p.SerializeToString() for p in turn.placements]
+        await self._durably(
+            lambda: around.registry.finish_turn(
+                record.session_id, record.turn_id, turn.epoch, outcome, placements, around.wall_ms()
+            )
+        )
+        logger.info("%r is durable: %s", turn, outcome.reason.name)
+
+    async def _durably(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Until the registry takes it: without a durable record nothing may go on."""
+        retries = stamina.retry_context(
+            on=RegistryUnavailable, attempts=None, timeout=None,
+            wait_initial=REGISTRY_RETRY_SECONDS, wait_max=REGISTRY_RETRY_SECONDS,
+        )  # fmt: skip
+        async for attempt in retries:
+            with attempt:
+                return await call()
+        raise AssertionError("endless retries ended")
+
+    def _request(self, epoch: int) -> worker_pb2.RunTurnRequest:
+        record = self.turn.record
+        return worker_pb2.RunTurnRequest(
+            session_id=record.session_id,
+            turn_id=record.turn_id,
+            epoch=epoch,
+            coordinator_generation=self._around.registry.generation,
+            token_ids=self._token_ids(),
+            n_prompt_tokens=record.n_prompt_tokens,
+            sampling=common_pb2.SamplingSettings.FromString(record.sampling),
+            max_tokens=record.max_tokens,
+            end_token_ids=self._around.end_token_ids,
+        )
+
+    def _token_ids(self) -> list[int]:
+        return [*self._history_ids, *self.turn.token_ids]
+
+    def _n_tokens(self) -> int:
+        return self.turn.record.n_prompt_tokens + len(self.turn.answer_ids)
+
+    def _now(self) -> float:
+        return self._around.clock()
+
+
+def candidates_of(choice: Choice) -> list[chat_pb2.CandidateNode]:
+    """The decision as a client reads it."""
+    return [chat_pb2.CandidateNode(**dataclasses.asdict(candidate)) for candidate in choice.candidates]

@@ -1,0 +1,275 @@
+"""Sessions and the turns that are alive in this process: begin, attach, cancel, take up again after a restart.
+
+What gRPC, a simulator or a test calls; it knows records and events, no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Final
+from uuid import uuid4
+
+from kvferry.coordinator.conversation import ModelAnswerText, new_prompt_ids
+from kvferry.coordinator.errors import (
+    IndexOutOfRange,
+    InvalidMessage,
+    NoNode,
+    QueueFull,
+    SessionBusy,
+    Stopping,
+    TurnExists,
+    UnknownTurn,
+)
+from kvferry.coordinator.membership import NodeState
+from kvferry.coordinator.registry import TurnRecord
+from kvferry.coordinator.requests import TurnRequest, answer_budget
+from kvferry.coordinator.turn import Phase, Turn, TurnPolicy, replay
+from kvferry.coordinator.turn_runner import Surroundings, TurnRunner
+from kvferry.engine.text.model import TextModel
+from kvferry.proto.v1 import chat_pb2
+
+Key = tuple[str, str]
+
+MAX_REPLAYS: Final = 8
+"""Finished turns being made again from the registry at once; each detokenises its whole answer in a thread."""
+
+
+class Turns:
+    """One per coordinator; all methods from the event loop."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        around: Surroundings,
+        policy: TurnPolicy,
+        *,
+        context_length: int,
+        no_node_wait_seconds: float,
+        max_open_turns: int,
+        new_id: Callable[[], str] = lambda: uuid4().hex,
+    ) -> None:
+        self.n_failovers = 0
+        self.n_finished = 0
+        self._model = model
+        self._around = around
+        self._policy = policy
+        self._context_length = context_length
+        self._no_node_wait_s = no_node_wait_seconds
+        self._max_open_turns = max_open_turns
+        self._new_id = new_id
+        self._runners: dict[Key, TurnRunner] = {}
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._session_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._last_node: dict[str, str] = {}
+        self._replays = asyncio.Semaphore(MAX_REPLAYS)
+        self._stopping = asyncio.Event()
+
+    # Turns.
+
+    async def recover(self) -> int:
+        """Take up every turn that was open when the last coordinator ended; returns how many."""
+        records = await self._around.registry.open_turns()
+        for record in records:
+            history = await self._around.registry.session_tokens(record.session_id)
+            self._start(record, history.tolist(), resumed=True)
+        return len(records)
+
+    async def begin(self, request: TurnRequest) -> Key:
+        """Make a turn durable and start it, or find the one that the same request began before.
+
+        Raises UnknownSession, SessionBusy, TurnExists (the id of another request), PromptTooLong, InvalidMessage, QueueFull.
+        """
+        async with self._session_lock(request.session_id):
+            if (known := await self._known(request)) is not None:
+                return known
+            if len(self._runners) >= self._max_open_turns:
+                raise QueueFull(
+                    f"{len(self._runners)} turns are open, as many as this coordinator takes: ask again a little later"
+                )
+            record, history = await self._new_record(request)
+            await self._around.registry.begin_turn(record)
+            self._start(record, history, resumed=False)
+            return record.session_id, record.turn_id
+
+    async def events(self, key: Key, from_index: int) -> AsyncGenerator[chat_pb2.TurnEvent, None]:
+        """The turn's events: tokens from ``from_index`` on, and everything that is not a token.
+
+        A reader holds an index into the turn's events and nothing else, so a slow one costs nothing and delays nobody.
+        Raises UnknownSession, UnknownTurn, IndexOutOfRange; NoNode when no node has the turn for a while, Stopping.
+        """
+        record = await self._around.registry.get_turn(*key)
+        if (runner := self._runners.get(key)) is None:
+            for event in await self._replayed(record, from_index):
+                yield event
+            return
+        check_index(from_index, runner.turn.record.max_tokens)
+        position = 0
+        arrived_s = self._around.clock()
+        while True:
+            seen = runner.changed.count
+            while position < len(runner.turn.events):
+                event = runner.turn.events[position]
+                position += 1
+                if event.HasField("finished"):
+                    check_index(from_index, event.sequence)
+                if not event.HasField("token") or event.sequence >= from_index:
+                    yield event
+            if runner.turn.phase is Phase.FINISHED and position == len(runner.turn.events):
+                return
+            if self._stopping.is_set():
+                raise Stopping("the coordinator is stopping; the turn goes on when it is back: resume it then")
+            await self._wait_for_more(runner, seen, arrived_s)
+
+    async def cancel(self, session_id: str, turn_id: str) -> None:
+        """End a turn with the tokens it has, durably. No effect on a finished one. Raises UnknownSession, UnknownTurn."""
+        key = await self.find(session_id, turn_id)
+        if (runner := self._runners.get(key)) is not None:
+            task = self._tasks[key]
+            runner.cancel()
+            await asyncio.wait([task])
+
+    async def find(self, session_id: str, turn_id: str) -> Key:
+        """The turn's key; the session's latest turn for an empty id. Raises UnknownSession, UnknownTurn."""
+        if turn_id and (session_id, turn_id) in self._runners:
+            return session_id, turn_id
+        record = await self._around.registry.get_turn(session_id, turn_id)
+        return record.session_id, record.turn_id
+
+    # Sessions.
+
+    async def delete_session(self, session_id: str) -> None:
+        """Cancel what is open, forget the session here and on the nodes. Raises UnknownSession."""
+        session = await self._around.registry.get_session(session_id)
+        if session.open_turn_id:
+            await self.cancel(session_id, session.open_turn_id)
+        await self._around.registry.delete_session(session_id)
+        self._last_node.pop(session_id, None)
+        for member in self._around.fleet.members():
+            if session_id in member.node.resident and member.state is not NodeState.DEAD:
+                dropping = self._around.transport.drop_session(member.node.address, session_id)
+                self._around.background.start(dropping, "drop-session")
+
+    def last_node(self, session_id: str) -> str:
+        return self._last_node.get(session_id, "")
+
+    def live_turn(self, session_id: str, turn_id: str) -> Turn | None:
+        runner = self._runners.get((session_id, turn_id))
+        return None if runner is None else runner.turn
+
+    @property
+    def n_open(self) -> int:
+        return len(self._runners)
+
+    async def stop(self) -> None:
+        """Let go of every turn; they stay open in the registry. Subscribers are told to come back."""
+        self._stopping.set()
+        for runner in self._runners.values():
+            runner.changed.ring()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # How it does it.
+
+    def _session_lock(self, session_id: str) -> asyncio.Lock:
+        return self._session_locks.setdefault(session_id, asyncio.Lock())
+
+    async def _known(self, request: TurnRequest) -> Key | None:
+        """The turn that this request began before, if it did."""
+        if not request.turn_id:
+            return None
+        try:
+            record = await self._around.registry.get_turn(request.session_id, request.turn_id)
+        except UnknownTurn:
+            return None
+        if record.digest != request.digest:
+            raise TurnExists(
+                f"session {request.session_id} has a turn {request.turn_id} already, begun by another request: give each turn its own id"
+            )
+        return record.session_id, record.turn_id
+
+    async def _new_record(self, request: TurnRequest) -> tuple[TurnRecord, list[int]]:
+        registry = self._around.registry
+        session = await registry.get_session(request.session_id)
+        if session.open_turn_id:
+            raise SessionBusy(
+                f"session {session.session_id} is answering turn {session.open_turn_id}: wait for it or cancel it"
+            )
+        if session.n_turns and request.messages[0].role == "system":
+            raise InvalidMessage(
+                "only the first message of a session may have the role system; this session has begun already"
+            )
+        history = await registry.session_tokens(request.session_id)
+        turns = await registry.list_turns(request.session_id)
+        prompt_ids = await asyncio.to_thread(new_prompt_ids, self._model, turns, history, request.messages)
+        n_prompt_tokens = len(history) + len(prompt_ids)
+        record = TurnRecord(
+            session_id=request.session_id,
+            turn_id=request.turn_id or self._new_id(),
+            messages=request.messages,
+            n_history_tokens=len(history),
+            prompt_ids=prompt_ids,
+            sampling=request.sampling.SerializeToString(deterministic=True),
+            max_tokens=answer_budget(n_prompt_tokens, request.max_tokens, self._contexts()),
+            stop=request.stop,
+            digest=request.digest,
+            created_at_ms=self._around.wall_ms(),
+        )
+        return record, history.tolist()
+
+    def _contexts(self) -> Sequence[int]:
+        members = [m for m in self._around.fleet.members() if m.state is not NodeState.DEAD]
+        return [min(m.node.context_length, self._context_length) for m in members] or [self._context_length]
+
+    def _start(self, record: TurnRecord, history_ids: list[int], *, resumed: bool) -> None:
+        text = ModelAnswerText(self._model, record.stop)
+        turn = Turn(record, text, self._policy, self._around.clock(), resumed=resumed)
+        runner = TurnRunner(turn, history_ids, self._around)
+        key = (record.session_id, record.turn_id)
+        self._runners[key] = runner
+        self._tasks[key] = asyncio.create_task(runner.run(), name=f"turn {record.session_id}/{record.turn_id}")
+        self._tasks[key].add_done_callback(lambda _: self._ended(key, runner))
+
+    def _ended(self, key: Key, runner: TurnRunner) -> None:
+        """From now on the turn is read from the registry; subscribers keep what they hold."""
+        del self._runners[key], self._tasks[key]
+        self.n_failovers += runner.n_moves
+        if runner.turn.phase is Phase.FINISHED:
+            self.n_finished += 1
+            self._last_node[key[0]] = runner.turn.node_id or self.last_node(key[0])
+
+    async def _wait_for_more(self, runner: TurnRunner, seen_count: int, arrived_s: float) -> None:
+        """Until the next event. Raises NoNode when the turn waited too long for a node in front of this reader."""
+        if runner.turn.phase is not Phase.WAITING:
+            await runner.changed.wait(seen_count)
+            return
+        waits_since_s = max(arrived_s, runner.turn.waiting_since_s)
+        patience_s = waits_since_s + self._no_node_wait_s - self._around.clock()
+        if patience_s > 0 and await runner.changed.wait(seen_count, patience_s):
+            return
+        if runner.turn.phase is Phase.WAITING and runner.changed.count == seen_count:
+            why = runner.obstacle or "none was free yet"
+            raise NoNode(
+                f"no node can answer at the moment ({why}); the turn is kept and goes on by itself when one can: resume it"
+            )
+
+    async def _replayed(self, record: TurnRecord, from_index: int) -> list[chat_pb2.TurnEvent]:
+        if record.outcome is None:  # it ended since it was looked up, or stop() let go of it
+            record = await self._around.registry.get_turn(record.session_id, record.turn_id)
+        if record.outcome is None:
+            raise Stopping("the coordinator is stopping; the turn goes on when it is back: resume it then")
+        check_index(from_index, len(record.outcome.answer_ids))
+        placements = (await self._around.registry.list_placements(record.session_id)).get(record.turn_id, [])
+        text = ModelAnswerText(self._model, record.stop)
+        async with self._replays:
+            events = await asyncio.to_thread(replay, record, map(chat_pb2.Placement.FromString, placements), text)
+        return [e for e in events if not e.HasField("token") or e.sequence >= from_index]
+
+
+def check_index(from_index: int, n_tokens: int) -> None:
+    """Raises IndexOutOfRange. One past the last token is allowed: only the finish is left then."""
+    if from_index > n_tokens:
+        raise IndexOutOfRange(f"from_index is {from_index} and the answer has at most {n_tokens} tokens")

@@ -1,0 +1,152 @@
+"""Records and members as messages, and errors as gRPC statuses. Nothing decides here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import grpc
+import grpc.aio
+
+from kvferry.coordinator.errors import CoordinatorError
+from kvferry.coordinator.membership import Load, Member, Node
+from kvferry.coordinator.registry import SessionRecord, TurnRecord
+from kvferry.proto.status import status_of, trailing_metadata
+from kvferry.proto.v1 import chat_pb2, common_pb2, fleet_pb2, worker_pb2
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def refuse(context: Context, error: Exception) -> NoReturn:
+    """End the call with the error's status, sentence and code."""
+    code = getattr(error, "code", None)
+    if not isinstance(code, str):
+        logger.error("a call met a bug", exc_info=error)
+        await context.abort(
+            grpc.StatusCode.INTERNAL, "the coordinator met a bug, its log says which", trailing_metadata("internal")
+        )
+    retry_after_ms = error.retry_after_ms if isinstance(error, CoordinatorError) else None
+    await context.abort(status_of(code), str(error), trailing_metadata(code, retry_after_ms))
+
+
+def unary(method: Callable[[Any, Any, Context], Awaitable[T]]) -> Callable[[Any, Any, Context], Awaitable[T]]:
+    """A handler whose errors are our own exceptions."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: Context) -> T:
+        try:
+            return await method(self, request, context)
+        except Exception as e:  # noqa: BLE001 - every error becomes a status here, bugs are logged
+            await refuse(context, e)
+
+    return handler
+
+
+def streaming(
+    method: Callable[[Any, Any, Context], AsyncIterator[T]],
+) -> Callable[[Any, Any, Context], AsyncIterator[T]]:
+    """The same for a handler that streams."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: Context) -> AsyncIterator[T]:
+        try:
+            async for message in method(self, request, context):
+                yield message
+        except Exception as e:  # noqa: BLE001 - every error becomes a status here, bugs are logged
+            await refuse(context, e)
+
+    return handler
+
+
+def session_message(record: SessionRecord, last_node_id: str) -> chat_pb2.Session:
+    return chat_pb2.Session(
+        session_id=record.session_id,
+        model=record.model,
+        created_at_ms=record.created_at_ms,
+        updated_at_ms=record.updated_at_ms,
+        n_tokens=record.n_tokens,
+        n_turns=record.n_turns,
+        epoch=record.epoch,
+        open_turn_id=record.open_turn_id,
+        forked_from=record.forked_from,
+        last_node_id=last_node_id,
+    )
+
+
+def turn_message(record: TurnRecord, placements: Iterable[chat_pb2.Placement], *, running: bool) -> chat_pb2.Turn:
+    state = chat_pb2.TURN_STATE_RUNNING if running else chat_pb2.TURN_STATE_WAITING
+    message = chat_pb2.Turn(
+        turn_id=record.turn_id,
+        state=state if record.outcome is None else chat_pb2.TURN_STATE_FINISHED,
+        messages=[chat_pb2.ChatMessage(role=m.role, content=m.content) for m in record.messages],
+        n_prompt_tokens=record.n_prompt_tokens,
+        placements=placements,
+    )
+    if (outcome := record.outcome) is not None:
+        message.answer = outcome.answer_text
+        message.finish_reason = common_pb2.FinishReason.ValueType(outcome.reason)
+        message.n_answer_tokens = len(outcome.answer_ids)
+    return message
+
+
+def node_message(member: Member) -> chat_pb2.NodeInfo:
+    node, load = member.node, member.node.load
+    return chat_pb2.NodeInfo(
+        node_id=node.node_id,
+        address=node.address,
+        state=chat_pb2.NodeState.ValueType(member.state),
+        model=node.model,
+        fingerprint=node.fingerprint,
+        n_running=load.n_running,
+        n_queued=load.n_queued,
+        n_resident_sessions=len(node.resident),
+        kv_bytes_used=load.kv_bytes_used,
+        kv_bytes_budget=load.kv_bytes_budget,
+        seconds_since_heartbeat=member.silent_seconds,
+        prefill_tokens_per_second=load.prefill_tokens_per_second,
+        decode_tokens_per_second=load.decode_tokens_per_second,
+        kernel_path=node.kernel_path,
+        store_ok=load.store_ok,
+        n_threads=node.n_threads,
+        tokens_generated=load.tokens_generated,
+    )
+
+
+def node_of(request: fleet_pb2.RegisterRequest) -> Node:
+    return Node(
+        node_id=request.node_id,
+        boot_id=request.boot_id,
+        address=request.address,
+        model=request.model,
+        fingerprint=request.fingerprint,
+        context_length=request.context_length,
+        max_running=request.max_running,
+        n_threads=request.n_threads,
+        kernel_path=request.kernel_path,
+        load=load_of(request.load),
+        resident=resident_of(request.resident),
+    )
+
+
+def load_of(load: worker_pb2.NodeLoad) -> Load:
+    return Load(
+        n_running=load.n_running,
+        n_queued=load.n_queued,
+        kv_bytes_used=load.kv_bytes_used,
+        kv_bytes_budget=load.kv_bytes_budget,
+        tokens_generated=load.tokens_generated,
+        prefill_tokens_per_second=load.prefill_tokens_per_second,
+        decode_tokens_per_second=load.decode_tokens_per_second,
+        store_ok=load.store_ok,
+    )
+
+
+def resident_of(sessions: Iterable[worker_pb2.ResidentSession]) -> dict[str, int]:
+    return {session.session_id: session.n_tokens for session in sessions}
