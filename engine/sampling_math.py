@@ -30,8 +30,8 @@ _SHIFT32: Final = np.uint64(32)
 def exp_nonpositive(x: Any) -> Any:
     """e^x for x <= 0, as float64; exactly 1 at 0, and 0 below -700.
 
-    x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor series to r^10 / 10! in Horner form, times 2^n. The relative error
-    is below 2.3e-13 < 2^-42, the remainder of the series; weights have 40 bits.
+    x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor series to r^10 / 10! in Horner form, times 2^n. The relative
+    error is below 2.3e-13 < 2^-42, the remainder of the series; weights have 40 bits.
     """
     clamped = max(-700.0, x)
     n = (clamped * _LOG2_E + _ROUND) - _ROUND
