@@ -44,9 +44,11 @@ class _LoopThread:
             future.cancel()
             raise
 
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed()
+
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
         self.run(self._loop.shutdown_asyncgens())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_S)
@@ -81,7 +83,9 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection and every stream on it; turns go on."""
+        """Closes the connection and every stream on it; turns go on. Closing twice is no error."""
+        if self._loop.is_closed:
+            return
         try:
             self._loop.run(self._async.aclose())
         finally:

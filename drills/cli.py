@@ -1,0 +1,167 @@
+"""`kvferry up` and `kvferry drill`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import click
+import platformdirs
+from rich.console import Console
+
+from kvferry.drills.cluster import ClusterOptions, LocalCluster, default_threads_per_node
+from kvferry.drills.demo import DemoOptions, run_demo
+from kvferry.drills.errors import ProcessFailed, VerdictFailed
+from kvferry.drills.model import DEFAULT_MODEL, ensure_model
+from kvferry.drills.report import as_json, print_report
+
+DRILLS: Final = {
+    "demo": "Three turns; the serving node is killed in the second, everything is restarted before the third.",
+}
+
+WATCH_S: Final = 0.5
+
+model_option = click.option("--model", default=DEFAULT_MODEL, show_default=True, help="A fetched name, file or folder.")
+threads_option = click.option(
+    "--threads-per-node",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Default: half of the CPUs, at least 1.",
+)
+
+
+@click.command()
+@click.option("--nodes", "n_nodes", type=click.IntRange(min=1, max=64), default=3, show_default=True)
+@model_option
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=None,
+    help="Keeps sessions, snapshots and logs. Default: a folder of the user's data directory.",
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=7070, show_default=True, help="0: any free one.")
+@threads_option
+def up(n_nodes: int, model: str, directory: Path | None, port: int, threads_per_node: int | None) -> None:
+    """Start a local cluster: a coordinator and some nodes, each a process of its own. Ctrl-C stops it."""
+    ensure_model(model)
+    options = ClusterOptions(
+        model=model,
+        directory=directory or platformdirs.user_data_path("kvferry") / "up",
+        n_nodes=n_nodes,
+        port=port,
+        threads_per_node=threads_per_node or default_threads_per_node(),
+    )
+    with _sigterm_interrupts(), LocalCluster(options) as cluster:
+        _print_how_to_go_on(cluster)
+        with suppress(KeyboardInterrupt):
+            _watch(cluster)
+        click.echo("stopping: sessions are saved", err=True)
+        try:
+            forced = cluster.stop()
+        except KeyboardInterrupt:  # a second one means: now
+            cluster.kill_all()
+            raise
+    if forced:
+        raise ProcessFailed(f"{', '.join(forced)} did not stop in time and had to be killed.")
+    click.echo("stopped", err=True)
+
+
+@click.group()
+def drill() -> None:
+    """Break a real cluster and judge what happened."""
+
+
+@drill.command("list")
+def list_drills() -> None:
+    """List the drills."""
+    for name, text in DRILLS.items():
+        click.echo(f"{name}  {text}")
+
+
+@drill.command(help=DRILLS["demo"])
+@click.option("--seed", type=click.IntRange(min=0), default=None, help="Default: a new one, which is printed.")
+@model_option
+@threads_option
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), default=None, help="Write it all."
+)
+@click.option(
+    "--keep", type=click.Path(path_type=Path, file_okay=False), default=None, help="Keep files and logs here."
+)
+def demo(seed: int | None, model: str, threads_per_node: int | None, json_file: Path | None, keep: Path | None) -> None:
+    """Run the demo; exit code 3 when a token was lost, came twice or differs."""
+    console = Console(highlight=False)
+    with _directory(keep) as directory, _sigterm_interrupts(), console.status("…") as status:
+        options = DemoOptions(
+            directory=directory,
+            seed=secrets.randbelow(1_000_000) if seed is None else seed,
+            model=model,
+            threads_per_node=threads_per_node or default_threads_per_node(),
+        )
+
+        def say(line: str) -> None:
+            console.print(line, style="dim", markup=False)
+            status.update(line)
+
+        result = run_demo(options, say)
+    print_report(result, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(result), indent=1) + "\n", encoding="utf-8")
+    if not result.verdict.is_good:
+        raise VerdictFailed(f"The conversation was not the same (seed {result.seed}).")
+
+
+def _print_how_to_go_on(cluster: LocalCluster) -> None:
+    where = "" if cluster.address.endswith(":7070") else f" --coordinator {cluster.address}"
+    click.echo(f"coordinator  {cluster.address}  pid {cluster.coordinator.pid}")
+    for name, node in cluster.nodes.items():
+        click.echo(f"{name}       pid {node.pid}")
+    click.echo(f"files        {cluster.directory}\n")
+    click.echo(f"Talk to it:      kvferry chat{where}")
+    click.echo(f"Look at it:      kvferry status{where}")
+    click.echo(f"Break it:        kill -9 {next(iter(cluster.nodes.values())).pid}   (in the middle of an answer)")
+    click.echo("Ctrl-C stops it; sessions are there again at the next start.")
+
+
+def _watch(cluster: LocalCluster) -> None:
+    """Until Ctrl-C. A node that dies is told, not restarted: breaking things is what a local cluster is for."""
+    told: set[str] = set()
+    while len(told) < len(cluster.processes):
+        time.sleep(WATCH_S)
+        for process in cluster.processes:
+            if not process.is_running and process.name not in told:
+                told.add(process.name)
+                click.echo(f"{process.name} ended (code {process.return_code}): {process.last_words()}", err=True)
+    raise ProcessFailed("All processes of the cluster have ended.")
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does, so that a cluster is stopped in order by `kill` as well."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _directory(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="kvferry-drill-") as directory:
+        yield Path(directory)

@@ -1,0 +1,232 @@
+"""A real cluster on this machine: a coordinator and some nodes, each a process of its own on the loopback."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from kvferry.client.errors import ClientError
+from kvferry.client.sdk import Client, NodeState
+from kvferry.drills.errors import DirectoryBusy, ProcessFailed
+from kvferry.drills.process import POLL_S, READY_S, STOP_S, ManagedProcess
+
+REGISTER_S: Final = 30.0
+"""From "the processes serve" to "the coordinator counts them as live": a heartbeat, in practice below a second."""
+
+
+def default_threads_per_node() -> int:
+    """Half of the CPUs this process may use: one session runs on one node at a time, and the machine has other work."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """What a cluster is made of. `directory` keeps sessions and snapshots; port 0: a free one, which it keeps."""
+
+    model: str
+    directory: Path
+    n_nodes: int = 3
+    port: int = 0
+    threads_per_node: int = 1
+    kv_memory: str = "512MiB"
+    context: int | None = None
+    lease_s: float = 3.0
+    node_arguments: tuple[str, ...] = ()
+    coordinator_arguments: tuple[str, ...] = ()
+
+
+class LocalCluster:
+    """Starts, stops and breaks it. As a context manager it starts with `with` and leaves no process behind.
+
+    Not safe for several threads. Ends only processes that it started itself; they end by themselves when this one does.
+    """
+
+    def __init__(self, options: ClusterOptions) -> None:
+        self.options = options
+        self.directory = options.directory
+        self._port = options.port
+        self._lock_fd: int | None = None
+        for name in ("state", "store", "run", "logs"):
+            _make_directory(self.directory / name)
+        self.coordinator = self._process("coordinator", [])
+        self.nodes = {name: self._process(name, []) for name in (f"node-{i + 1}" for i in range(options.n_nodes))}
+
+    @property
+    def address(self) -> str:
+        """host:port of the coordinator; known once it has been ready."""
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def processes(self) -> list[ManagedProcess]:
+        """The nodes, then the coordinator."""
+        return [*self.nodes.values(), self.coordinator]
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """The coordinator, then all nodes at once; returns when all are live. Raises ProcessFailed, DirectoryBusy."""
+        self._lock()
+        self.start_coordinator()
+        self.start_nodes(self.nodes)
+        self.wait_live(self.nodes)
+
+    def start_coordinator(self) -> None:
+        """On the port it had before, if it had one; returns when it serves."""
+        self.coordinator.arguments = self._coordinator_arguments()
+        self.coordinator.start()
+        ready = self.coordinator.wait_ready()
+        self._port = int(str(ready["address"]).rpartition(":")[2])
+
+    def start_nodes(self, node_ids: Iterable[str]) -> None:
+        """Returns when their processes serve."""
+        processes = [self.nodes[node_id] for node_id in node_ids]
+        for process in processes:
+            process.arguments = self._node_arguments(process.name)
+            process.start()
+        for process in processes:
+            process.wait_ready(READY_S)
+
+    def wait_live(self, node_ids: Iterable[str], timeout_s: float = REGISTER_S) -> None:
+        """Until the coordinator counts all of these nodes as live. Raises ProcessFailed."""
+        wanted = set(node_ids)
+        live: set[str] = set()
+        deadline = time.monotonic() + timeout_s
+        with Client(self.address, patience_s=0) as client:
+            while time.monotonic() < deadline:
+                try:
+                    live = {node.node_id for node in client.nodes() if node.state is NodeState.LIVE}
+                except ClientError:
+                    live = set()
+                if wanted <= live:
+                    return
+                time.sleep(POLL_S)
+        missing = ", ".join(sorted(wanted - live))
+        raise ProcessFailed(
+            f"{missing} did not become live within {timeout_s:.0f} s (logs: {self.directory / 'logs'})."
+        )
+
+    def ensure_all_live(self) -> None:
+        """Starts again whatever was killed, and waits until the cluster is whole."""
+        if not self.coordinator.is_running:
+            self.start_coordinator()
+        self.start_nodes([name for name, process in self.nodes.items() if not process.is_running])
+        self.wait_live(self.nodes)
+
+    def kill_node(self, node_id: str) -> None:
+        """SIGKILL: a board whose plug is pulled."""
+        self.nodes[node_id].kill()
+
+    def freeze_node(self, node_id: str) -> None:
+        """SIGSTOP: alive, connected, and silent."""
+        self.nodes[node_id].signal(signal.SIGSTOP)
+
+    def thaw_node(self, node_id: str) -> None:
+        """SIGCONT."""
+        self.nodes[node_id].signal(signal.SIGCONT)
+
+    def kill_coordinator(self) -> None:
+        """SIGKILL."""
+        self.coordinator.kill()
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process at once: a power cut."""
+        running = [process for process in self.processes if process.is_running]
+        for process in running:
+            process.signal(signal.SIGKILL)
+        for process in running:
+            process.kill() if process.is_running else process.wait_gone(0)
+
+    def restart(self) -> None:
+        """Stops everything in order and starts it again: new processes, the same directory and port."""
+        self.stop_processes()
+        self.start_coordinator()
+        self.start_nodes(self.nodes)
+        self.wait_live(self.nodes)
+
+    def stop_processes(self, timeout_s: float = STOP_S) -> list[str]:
+        """The nodes together, then the coordinator; names of those that had to be killed."""
+        forced: list[str] = []
+        for group in (list(self.nodes.values()), [self.coordinator]):
+            for process in group:
+                process.ask_to_stop()
+            deadline = time.monotonic() + timeout_s
+            forced += [p.name for p in group if not p.stop(max(0.0, deadline - time.monotonic()))]
+        return forced
+
+    def stop(self) -> list[str]:
+        """Ends all processes and frees the directory; names of those that had to be killed."""
+        try:
+            return self.stop_processes()
+        finally:
+            self._unlock()
+
+    def log_of(self, name: str) -> str:
+        """What a process wrote so far."""
+        return (self.directory / "logs" / f"{name}.log").read_text(errors="replace")
+
+    def _process(self, name: str, arguments: list[str]) -> ManagedProcess:
+        run, logs = self.directory / "run", self.directory / "logs"
+        return ManagedProcess(name, arguments, run / f"{name}.ready", logs / f"{name}.log")
+
+    def _coordinator_arguments(self) -> list[str]:
+        options = self.options
+        return [
+            *("coordinator", "run", "--model", options.model, "--listen", f"127.0.0.1:{self._port}"),
+            *("--state", str(self.directory / "state"), "--store", str(self.directory / "store")),
+            *("--lease", str(options.lease_s), "--ready-file", str(self.coordinator.ready_file)),
+            *options.coordinator_arguments,
+        ]
+
+    def _node_arguments(self, node_id: str) -> list[str]:
+        options = self.options
+        context = [] if options.context is None else ["--context", str(options.context)]
+        return [
+            *("node", "run", "--model", options.model, "--coordinator", self.address, "--node-id", node_id),
+            *("--store", str(self.directory / "store"), "--listen", "127.0.0.1:0"),
+            *("--threads", str(options.threads_per_node), "--kv-memory", options.kv_memory, *context),
+            *("--ready-file", str(self.nodes[node_id].ready_file)),
+            *options.node_arguments,
+        ]
+
+    def _lock(self) -> None:
+        """One cluster per directory: two would share a registry. The kernel frees the lock when this process ends."""
+        fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise DirectoryBusy(
+                f"Another cluster runs in {self.directory}; stop it, or choose another --dir."
+            ) from None
+        self._lock_fd = fd
+
+    def _unlock(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DirectoryBusy(f"Cannot use {path} as a directory of the cluster: {reason}.") from error

@@ -1,0 +1,43 @@
+"""What can go wrong while a local cluster is started or broken on purpose."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DrillError(Exception):
+    """Base; str(error) is one sentence for a person."""
+
+    code: ClassVar[str] = "drill_error"
+    exit_code: ClassVar[int] = 1
+
+
+class ProcessFailed(DrillError):
+    """A process of the cluster ended by itself, or never became ready."""
+
+    code = "process_failed"
+
+
+class DirectoryBusy(DrillError):
+    """Another cluster runs in the same directory."""
+
+    code = "directory_busy"
+
+
+class ModelUnavailable(DrillError):
+    """The model could not be fetched."""
+
+    code = "model_unavailable"
+
+
+class DrillImpossible(DrillError):
+    """What the drill wanted to do could not be done, so it says nothing about the cluster."""
+
+    code = "drill_impossible"
+
+
+class VerdictFailed(DrillError):
+    """The drill ran, and the cluster did not keep its promise."""
+
+    code = "verdict_failed"
+    exit_code = 3

@@ -1,0 +1,140 @@
+"""One process of a local cluster: started, watched, signalled and ended by the pid we got when we started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvferry.drills.errors import ProcessFailed
+
+READY_S: Final = 120.0
+"""A node compiles its kernels at its first start ever: some ten seconds here, a minute on a slow board."""
+
+STOP_S: Final = 20.0
+"""A node drains and saves; then it is ended by force."""
+
+KILL_S: Final = 10.0
+"""SIGKILL works at once, save for a process inside an uninterruptible disk wait."""
+
+POLL_S: Final = 0.02
+
+
+@dataclass
+class ManagedProcess:
+    """`arguments` follow `kvferry`; the process writes `ready_file` when it serves; its stderr goes to `log_file`."""
+
+    name: str
+    arguments: list[str]
+    ready_file: Path
+    log_file: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    _process: subprocess.Popen[bytes] | None = None
+    _pipe_write_fd: int | None = None
+    _log_start: int = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the running process. Raises ProcessFailed when there is none."""
+        if self._process is None:
+            raise ProcessFailed(f"{self.name} is not running.")
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended (a frozen process is running)."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def return_code(self) -> int | None:
+        """Of the last run, None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> None:
+        """Starts it in a session (and process group) of its own: a Ctrl-C in the terminal reaches only us."""
+        if self.is_running:
+            raise ProcessFailed(f"{self.name} is already running.")
+        self.ready_file.unlink(missing_ok=True)
+        self._log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
+        read_fd, write_fd = os.pipe()
+        try:
+            with self.log_file.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "kvferry.drills.child", str(read_fd), *self.arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(read_fd,),
+                    start_new_session=True,
+                    env=os.environ | self.environment,
+                )
+        except BaseException:
+            os.close(write_fd)
+            raise
+        finally:
+            os.close(read_fd)
+        self._pipe_write_fd = write_fd
+
+    def wait_ready(self, timeout_s: float = READY_S) -> dict[str, Any]:
+        """What it wrote to its ready file. Raises ProcessFailed with the sentence it ended with."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.ready_file.exists():
+                ready: dict[str, Any] = json.loads(self.ready_file.read_text())
+                return ready
+            if not self.is_running:
+                raise ProcessFailed(f"{self.name} did not start: {self.last_words()} (log: {self.log_file})")
+            time.sleep(POLL_S)
+        raise ProcessFailed(f"{self.name} was not ready after {timeout_s:.0f} s (log: {self.log_file}).")
+
+    def last_words(self) -> str:
+        """The last error sentence of this run, else its last line, else how it ended."""
+        with self.log_file.open("rb") as log:
+            log.seek(self._log_start)
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return (errors or lines or [f"it ended with code {self.return_code} and said nothing"])[-1].strip()
+
+    def signal(self, number: signal.Signals) -> None:
+        """To this process only. Raises ProcessFailed when it does not run."""
+        if self._process is None or not self.is_running:
+            raise ProcessFailed(f"{self.name} is not running, it cannot get {number.name}.")
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until it is gone."""
+        self.signal(signal.SIGKILL)
+        self.wait_gone(KILL_S)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM (a frozen process is thawed first); no error when it has ended already."""
+        if self.is_running:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGTERM)
+
+    def wait_gone(self, timeout_s: float) -> bool:
+        """Whether it ended in time; forgets it then."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        if self._pipe_write_fd is not None:
+            os.close(self._pipe_write_fd)
+            self._pipe_write_fd = None
+        return True
+
+    def stop(self, timeout_s: float = STOP_S) -> bool:
+        """SIGTERM, then SIGKILL when it takes longer than `timeout_s`; True when it went by itself."""
+        self.ask_to_stop()
+        if self.wait_gone(timeout_s):
+            return True
+        self.kill()
+        return False

@@ -1,0 +1,120 @@
+"""Processes of a cluster end when they are told to, when they must, and when their parent is gone; no others do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvferry.drills.cluster import ClusterOptions, LocalCluster
+from kvferry.drills.errors import DirectoryBusy, ProcessFailed
+from kvferry.drills.process import ManagedProcess
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(60)"
+POLITE = "import time; ready(); time.sleep(60)"
+
+
+@pytest.fixture
+def managed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ManagedProcess]:
+    """A process whose command line main is replaced by a stand-in that runs its first argument as Python."""
+    stand_in = tmp_path / "sitecustomize.py"
+    stand_in.write_text(
+        "import kvferry.client.cli as cli, json, os, sys\n"
+        "def main(arguments):\n"
+        "    def ready(): open(arguments[1], 'w').write(json.dumps({'pid': os.getpid()}))\n"
+        "    exec(arguments[0], {'ready': ready})\n"
+        "cli.main = main\n"
+    )
+    ready_file = tmp_path / "p.ready"
+    environment = {"PYTHONPATH": str(tmp_path)}
+    process = ManagedProcess("p", [POLITE, str(ready_file)], ready_file, tmp_path / "p.log", environment)
+    yield process
+    if process.is_running:
+        process.kill()
+
+
+def test_start_ready_stop(managed):
+    managed.start()
+    assert managed.wait_ready(20) == {"pid": managed.pid}
+    assert os.getpgid(managed.pid) == managed.pid  # a Ctrl-C in our terminal does not reach it
+    assert managed.stop() is True
+    assert managed.return_code == -signal.SIGTERM
+
+
+def test_one_that_does_not_listen_is_killed(managed):
+    managed.arguments[0] = STUBBORN
+    managed.start()
+    managed.wait_ready(20)
+    assert managed.stop(timeout_s=0.3) is False
+    assert managed.return_code == -signal.SIGKILL
+
+
+def test_a_frozen_one_can_be_stopped(managed):
+    managed.start()
+    managed.wait_ready(20)
+    managed.signal(signal.SIGSTOP)
+    assert managed.stop() is True
+
+
+def test_one_that_fails_says_why(managed):
+    managed.arguments[0] = (
+        "import sys; print('noise'); print('error: The port is taken.', file=sys.stderr); sys.exit(1)"
+    )
+    managed.start()
+    with pytest.raises(ProcessFailed, match=r"p did not start: The port is taken\."):
+        managed.wait_ready(20)
+
+
+def test_what_does_not_run_cannot_be_killed(managed):
+    with pytest.raises(ProcessFailed, match="p is not running"):
+        managed.kill()
+
+
+def test_old_words_are_not_quoted_for_a_new_failure(managed):
+    managed.log_file.write_text("error: An old story.\n")
+    managed.arguments[0] = "pass"
+    managed.start()
+    with pytest.raises(ProcessFailed, match="said nothing"):
+        managed.wait_ready(20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_children_end_when_their_parent_is_gone(managed, tmp_path, number):
+    made_of = (managed.arguments, str(managed.ready_file), str(managed.log_file), managed.environment)
+    parent_code = (
+        "import time; from pathlib import Path; from kvferry.drills.process import ManagedProcess\n"
+        f"arguments, ready, log, environment = {made_of!r}\n"
+        "p = ManagedProcess('p', arguments, Path(ready), Path(log), environment)\n"
+        "p.start(); p.wait_ready(20); print(p.pid, flush=True); time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(number)
+    parent.wait(10)
+    deadline = time.monotonic() + 10
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_two_clusters_do_not_share_a_directory(tmp_path):
+    first = LocalCluster(ClusterOptions(model="m", directory=tmp_path))
+    first._lock()
+    with pytest.raises(DirectoryBusy, match="Another cluster runs in"):
+        LocalCluster(ClusterOptions(model="m", directory=tmp_path)).start()
+    first.stop()
+
+
+def test_a_directory_that_is_a_file_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DirectoryBusy, match=r"Cannot use .*file.*not a directory"):
+        LocalCluster(ClusterOptions(model="m", directory=tmp_path / "file"))
