@@ -1,0 +1,304 @@
+"""Continuous batching: every step is one mixed forward pass of all running decodes and some prefill chunks.
+
+The scheduler knows jobs and rows, never sessions, stores or clients. It has no clock and no thread of its own: whoever
+owns the engine calls `step` in a loop. Because the engine's bits do not depend on chunking or on the batch, the plan
+below is free to share rows as it likes; only waiting times depend on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.engine.config import ModelConfig
+from kvferry.engine.engine import Chunk
+from kvferry.engine.errors import EngineError, OutOfKvMemory
+from kvferry.engine.kv_cache import KvPool, KvSequence
+from kvferry.engine.sampling import SampledToken, SamplingSettings, sample
+
+ROW_BUDGET: Final = 256
+"""Rows of one step while nobody decodes: the kernels gain nothing beyond, and a stop takes effect between two steps."""
+
+PREFILL_ROWS_BESIDE_DECODES: Final = 64
+"""Prefill rows of a step that also decodes: bounds the pause that a long prompt puts between two tokens of the
+others."""
+
+MAX_RUNNING: Final = 16
+"""Jobs in one batch; the others wait in the queue."""
+
+Finish = Literal["end", "length"]
+Room = Literal["free", "later", "never"]
+"""What came of asking for memory: it is there, it comes when somebody else lets go of it, or there is none to be
+had."""
+
+
+class BatchEngine(Protocol):
+    """What the scheduler needs of an engine."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of one sequence."""
+
+    @property
+    def pool(self) -> KvPool:
+        """The memory that rows live in."""
+
+    def forward(self, chunks: Sequence[Chunk]) -> list[NDArray[np.float32]]:
+        """Append each chunk's rows to its sequence; return the logits each asked for, float32 [n, vocab]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One answer to be generated.
+
+    `sequence` holds the rows of a prefix of `token_ids`, at most all but one of them, and belongs to the scheduler
+    until the job ends. `token_ids` are the prompt's `n_prompt_tokens` and then the answer tokens that exist already;
+    `max_tokens` counts those too.
+    """
+
+    job_id: str
+    sequence: KvSequence
+    token_ids: Sequence[int] | NDArray[np.int32]
+    n_prompt_tokens: int
+    sampling: SamplingSettings
+    max_tokens: int
+    end_token_ids: Collection[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What one step did for one job. With `finish` or `error` set, the job has left the scheduler."""
+
+    job_id: str
+    n_rows: int  # rows computed in this step
+    token: SampledToken | None = None
+    token_index: int = 0  # of `token` in the answer, from 0
+    finish: Finish | None = None
+    error: EngineError | None = None
+
+
+@dataclass(slots=True)
+class _Running:
+    job: Job
+    tokens: NDArray[np.int32]  # [capacity]: the first n_tokens are the sequence so far
+    n_tokens: int
+    is_decoding: bool = False
+
+    @property
+    def n_pending_rows(self) -> int:
+        return self.n_tokens - self.job.sequence.n_rows
+
+    def finish_before(self, context_length: int) -> Finish | None:
+        """Why no further token is due, or None."""
+        n_answer = self.n_tokens - self.job.n_prompt_tokens
+        if n_answer > 0 and int(self.tokens[self.n_tokens - 1]) in self.job.end_token_ids:
+            return "end"
+        return "length" if n_answer >= self.job.max_tokens or self.n_tokens >= context_length else None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start."""
+
+    n_steps: int = 0
+    n_rows_prefilled: int = 0
+    n_tokens_generated: int = 0
+
+
+def plan_rows(
+    pending: Sequence[int], is_decoding: Sequence[bool], row_budget: int, prefill_rows_beside_decodes: int
+) -> list[int]:
+    """Rows of the next step for each job: one for every decode, the rest shared among the prefills, the short ones
+    first.
+
+    `pending[i]` (>= 1) is what job i still lacks. Max-min fair: no prefill gets more while another that wants more has
+    less.
+    """
+    n_decodes = sum(is_decoding)
+    rows = [1 if decoding else 0 for decoding in is_decoding]
+    left = max(row_budget - n_decodes, 1)
+    if n_decodes:
+        left = min(left, prefill_rows_beside_decodes)
+    prefills = sorted((n, i) for i, n in enumerate(pending) if not is_decoding[i])
+    for rank, (n, i) in enumerate(prefills):
+        rows[i] = min(n, -(-left // (len(prefills) - rank)))
+        left -= rows[i]
+    return rows
+
+
+def _no_room(_n_blocks: int) -> Room:
+    return "never"
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Runs jobs to their ends, step by step. Not thread-safe: one thread calls everything, the one that owns the
+    engine.
+
+    `make_room(n_blocks)` is asked when the pool is short of that many blocks. When none can be had, the job that came
+    last is ended with OutOfKvMemory, so that the older ones go on.
+    """
+
+    engine: BatchEngine
+    max_running: int = MAX_RUNNING
+    row_budget: int = ROW_BUDGET
+    prefill_rows_beside_decodes: int = PREFILL_ROWS_BESIDE_DECODES
+    make_room: Callable[[int], Room] = _no_room
+    counters: Counters = field(default_factory=Counters)
+    _queue: deque[_Running] = field(default_factory=deque)
+    _running: list[_Running] = field(default_factory=list)  # in order of arrival
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_running <= self.row_budget:
+            raise ValueError(f"max_running must be in [1, {self.row_budget}], not {self.max_running}")
+
+    def __repr__(self) -> str:
+        """One line that a test can compare with."""
+        return f"<Scheduler {self.n_running} running, {self.n_queued} queued, {self.counters.n_steps} steps>"
+
+    @property
+    def n_running(self) -> int:
+        """Jobs in the batch."""
+        return len(self._running)
+
+    @property
+    def n_queued(self) -> int:
+        """Jobs that wait for a place in the batch."""
+        return len(self._queue)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; ValueError when it breaks the promise of `Job`."""
+        n = len(job.token_ids)
+        if not 1 <= job.n_prompt_tokens <= n or job.sequence.n_rows >= n or job.max_tokens < 1:
+            raise ValueError(
+                f"job {job.job_id}: {n} tokens of which {job.n_prompt_tokens} are prompt, "
+                f"{job.sequence.n_rows} rows, max_tokens {job.max_tokens}"
+            )
+        n_more = max(job.max_tokens - (n - job.n_prompt_tokens), 0)
+        tokens = np.empty(n + min(n_more, self.engine.context_length), dtype=np.int32)
+        tokens[:n] = job.token_ids
+        self._queue.append(_Running(job=job, tokens=tokens, n_tokens=n))
+
+    def stop(self, job_id: str) -> bool:
+        """End a job now; its sequence keeps its rows. False when it is not here."""
+        for jobs in (self._running, self._queue):
+            for running in jobs:
+                if running.job.job_id == job_id:
+                    jobs.remove(running)
+                    return True
+        return False
+
+    def step(self) -> list[StepOutput]:
+        """One mixed forward pass. Empty when there is nothing to do, or when all jobs wait for memory."""
+        outputs = self._admit() + self._end_complete_jobs()
+        batch, shed = self._secure_memory(self._plan())
+        if batch:
+            logits = self.engine.forward([self._chunk(running, n) for running, n in batch])
+            self.counters.n_steps += 1
+            outputs += [self._advance(running, n, rows) for (running, n), rows in zip(batch, logits, strict=True)]
+        return outputs + shed
+
+    def _admit(self) -> list[StepOutput]:
+        """Let jobs into the batch whose prompts have memory; the first one goes when it can never have it."""
+        while self._queue and len(self._running) < self.max_running:
+            waiting = self._queue[0]
+            room = self._reserve(waiting.job.sequence, waiting.n_tokens)
+            if room == "never" and not self._running:
+                self._running.append(self._queue.popleft())
+                return [self._shed_youngest()]
+            if room != "free":
+                break  # it waits for those that run to end, or for memory that is on its way
+            self._running.append(self._queue.popleft())
+        return []
+
+    def _end_complete_jobs(self) -> list[StepOutput]:
+        """Jobs whose answer was complete on arrival (a failover right after the last token)."""
+        outputs = []
+        for running in list(self._running):
+            finish = running.finish_before(self.engine.context_length)
+            if finish is not None:
+                self._running.remove(running)
+                outputs.append(StepOutput(job_id=running.job.job_id, n_rows=0, finish=finish))
+        return outputs
+
+    def _plan(self) -> list[tuple[_Running, int]]:
+        rows = plan_rows(
+            [r.n_pending_rows for r in self._running],
+            [r.is_decoding for r in self._running],
+            self.row_budget,
+            self.prefill_rows_beside_decodes,
+        )
+        return [(running, n) for running, n in zip(self._running, rows, strict=True) if n]
+
+    def _secure_memory(self, plan: list[tuple[_Running, int]]) -> tuple[list[tuple[_Running, int]], list[StepOutput]]:
+        """The jobs of the plan that hold blocks for their rows, oldest first, and the one that had to go.
+
+        Those that could have no blocks yet are left out and asked again at the next step.
+        """
+        batch: list[tuple[_Running, int]] = []
+        for running, n in plan:
+            room = self._reserve(running.job.sequence, running.job.sequence.n_rows + n)
+            if room == "free":
+                batch.append((running, n))
+            elif room == "never":
+                return batch, [self._shed_youngest()]
+        return batch, []
+
+    def _reserve(self, sequence: KvSequence, n_rows: int) -> Room:
+        """Hold blocks for n_rows positions, asking for room when the pool has none."""
+        for _ in range(2):
+            try:
+                sequence.reserve(n_rows)
+            except OutOfKvMemory:
+                room = self.make_room(sequence.n_missing_blocks(n_rows) - self.engine.pool.n_free_blocks)
+                if room != "free":
+                    return room
+            else:
+                return "free"
+        return "later"  # another thread took what was made free
+
+    def _shed_youngest(self) -> StepOutput:
+        youngest = self._running.pop()
+        error = OutOfKvMemory(
+            f"no key/value memory is left for this turn at {youngest.n_tokens} tokens beside the older ones; "
+            "try another node, or give this one more --kv-memory"
+        )
+        return StepOutput(job_id=youngest.job.job_id, n_rows=0, error=error)
+
+    def _chunk(self, running: _Running, n_rows: int) -> Chunk:
+        start = running.job.sequence.n_rows
+        return Chunk(
+            sequence=running.job.sequence,
+            token_ids=running.tokens[start : start + n_rows],
+            logits="last" if start + n_rows == running.n_tokens else "none",
+        )
+
+    def _advance(self, running: _Running, n_rows: int, logits: NDArray[np.float32]) -> StepOutput:
+        """Draw the token when the job's last row was computed."""
+        self.counters.n_rows_prefilled += 0 if running.is_decoding else n_rows
+        job, position = running.job, running.n_tokens
+        if running.n_pending_rows > 0:
+            return StepOutput(job_id=job.job_id, n_rows=n_rows)
+        try:
+            token = sample(logits[-1], running.tokens[:position], job.sampling, position)
+        except EngineError as error:  # no finite logit: the others are not to blame
+            self._running.remove(running)
+            return StepOutput(job_id=job.job_id, n_rows=n_rows, error=error)
+        running.tokens[position] = token.token_id
+        running.n_tokens += 1
+        running.is_decoding = True
+        self.counters.n_tokens_generated += 1
+        finish = running.finish_before(self.engine.context_length)
+        if finish is not None:
+            self._running.remove(running)
+        index = position - job.n_prompt_tokens
+        return StepOutput(job_id=job.job_id, n_rows=n_rows, token=token, token_index=index, finish=finish)

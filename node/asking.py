@@ -1,0 +1,44 @@
+"""Asking a node how it is, for a person."""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+import grpc
+
+from kvferry.node.errors import NodeUnreachable
+from kvferry.proto.channel import channel_options
+from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
+
+TIMEOUT_SECONDS: Final = 5.0
+
+
+def ask_status(address: str) -> list[tuple[str, str]]:
+    """Names and values; raises NodeUnreachable."""
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            status = stub.GetNodeStatus(worker_pb2.GetNodeStatusRequest(), timeout=TIMEOUT_SECONDS)
+        except grpc.RpcError as error:
+            said = cast("grpc.Call", error).details()  # gRPC raises objects that are both
+            raise NodeUnreachable(f"no node answers at {address}: {said}") from error
+    return list(_lines(status))
+
+
+def _lines(status: worker_pb2.GetNodeStatusResponse) -> list[tuple[str, str]]:
+    load = status.load
+    return [
+        ("node", f"{status.node_id}, kvferry {status.version}, up {status.uptime_seconds:.0f} s"),
+        ("model", f"{status.model}, fingerprint {status.fingerprint}, context {status.context_length}"),
+        ("engine", f"{status.kernel_path}, {status.n_threads} threads"),
+        ("state", "draining" if status.draining else "serving"),
+        ("turns", f"{load.n_running} running, {load.n_queued} waiting, stalled {load.stalled_seconds:.1f} s"),
+        ("K/V memory", f"{load.kv_bytes_used / 2**20:.0f} of {load.kv_bytes_budget / 2**20:.0f} MiB"),
+        ("sessions", ", ".join(f"{s.session_id} ({s.n_tokens} rows)" for s in status.resident) or "none"),
+        ("speed", f"prefill {load.prefill_tokens_per_second:.0f}, decode {load.decode_tokens_per_second:.1f} tokens/s"),
+        ("store", "ok" if load.store_ok else load.store_error),
+        (
+            "snapshots",
+            f"{load.snapshots_published} published, {load.snapshots_failed} failed, {load.snapshots_refused} refused",
+        ),
+    ]

@@ -1,0 +1,78 @@
+"""`kvferry node run` and `kvferry node status`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.group()
+def node() -> None:
+    """Run a node, or look at one."""
+
+
+@node.command()
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with any of these settings.")
+@click.option("--model", help="Fetched name, GGUF file or folder of the model.")
+@click.option("--coordinator", help="HOST:PORT of the coordinator; without one the node serves alone.")
+@click.option("--store", type=click.Path(path_type=Path), help="Folder of the snapshot store.")
+@click.option("--node-id", help="Name of this node, unique in the fleet.  [default: the host's name]")
+@click.option("--listen", help="HOST:PORT to listen at; port 0 takes a free one.  [default: 127.0.0.1:0]")
+@click.option("--advertise", help="HOST[:PORT] at which the coordinator reaches this node, if not --listen.")
+@click.option("--threads", type=int, help="Threads of the engine.  [default: one for each processor]")
+@click.option("--kv-memory", help="Memory for K/V rows, such as 1GiB.  [default: 1GiB]")
+@click.option("--context", type=int, help="Most tokens of a conversation.  [default: what the model says]")
+@click.option("--max-running", type=int, help="Turns in one batch.  [default: 8]")
+@click.option("--max-queued", type=int, help="Turns that may wait beside those.  [default: 32]")
+@click.option("--max-sessions", type=int, help="Sessions kept in memory.  [default: 512]")
+@click.option("--store-max-bytes", help="Size the store may grow to.  [default: 16GiB]")
+@click.option("--store-max-files", type=int, help="Snapshots the store may hold.  [default: 4096]")
+@click.option("--publish-every-tokens", type=int, help="Rows after which a running turn is saved.  [default: 256]")
+@click.option("--publish-min-tokens", type=int, help="Growth worth saving at the end of a turn.  [default: 16]")
+@click.option("--restore-min-tokens", type=int, help="Rows a restore must gain over memory.  [default: 32]")
+@click.option("--restore-deadline-seconds", type=float, help="After which rows are recomputed.  [default: 30]")
+@click.option("--store-stall-seconds", type=float, help="Without progress: the store hangs.  [default: 4]")
+@click.option("--drain-timeout-seconds", type=float, help="For saving everything at the end.  [default: 30]")
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="File that says where the node serves, once it does."
+)
+@click.option("--log-level", help="debug, info, warning or error.  [default: info]")
+def run(config_file: Path | None, **flags: Any) -> None:
+    """Serve turns until SIGTERM, which drains: turns move on, sessions are saved. A second one ends at once.
+
+    Each setting may also come from the environment (KVFERRY_NODE_MODEL ...) or from the TOML file; flags win over the
+    environment, the environment over the file.
+    """
+    import asyncio
+    import logging
+    import sys
+
+    from kvferry.node.config import load_config
+    from kvferry.node.process import Node
+
+    config = load_config(flags, config_file)
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+    async def serve() -> int:
+        return await Node(config).serve()
+
+    sys.exit(asyncio.run(serve()))
+
+
+@node.command()
+@click.argument("address")
+def status(address: str) -> None:
+    """Ask the node at ADDRESS (HOST:PORT) how it is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvferry.node.asking import ask_status
+
+    table = Table("", address, title_justify="left")
+    for name, value in ask_status(address):
+        table.add_row(name, value)
+    Console().print(table)

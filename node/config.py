@@ -1,0 +1,165 @@
+"""What a node is told at start: flags, then the environment (KVFERRY_NODE_...), then a TOML file, then the defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from kvferry.node.errors import ConfigInvalid
+
+NODE_ID: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+"""Goes into names of temporary files in the store: one path component, no case to lose."""
+
+
+def _default_node_id() -> str:
+    cleaned = re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower()).strip("-._")
+    return cleaned[:63].rstrip("-._") or "node"
+
+
+def parse_address(value: str) -> tuple[str, int]:
+    """HOST:PORT, or [IPV6]:PORT; ValueError otherwise."""
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT")
+    return host, int(port)
+
+
+class NodeConfig(BaseSettings):
+    """A frozen, validated value, made once; see the description of each field."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVFERRY_NODE_", frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
+    )
+
+    model: str = Field(min_length=1, description="fetched name, GGUF file or folder of the model")
+    coordinator: str | None = Field(default=None, description="HOST:PORT of the coordinator; none: serve alone")
+    store: Path | None = Field(default=None, description="folder of the snapshot store; none: keep rows in memory only")
+    node_id: str = Field(default_factory=_default_node_id, description="name of this node, unique in the fleet")
+    listen: str = Field(default="127.0.0.1:0", description="HOST:PORT to listen at; port 0 takes a free one")
+    advertise: str | None = Field(default=None, description="HOST[:PORT] the coordinator shall use, if not --listen")
+    threads: int = Field(
+        default=0, ge=0, le=1024, description="threads of the engine; 0: one for each processor we may use"
+    )
+    kv_memory: ByteSize = Field(default=ByteSize(1 << 30), ge=1 << 20, description="memory for K/V rows, such as 1GiB")
+    context: int | None = Field(
+        default=None, ge=32, description="most tokens of a sequence; default: what the model says"
+    )
+    max_running: int = Field(default=8, ge=1, le=64, description="turns in one batch")
+    max_queued: int = Field(default=32, ge=0, le=1024, description="turns that may wait beside those")
+    max_sessions: int = Field(default=512, ge=1, le=100_000, description="sessions kept in memory")
+    store_max_bytes: ByteSize = Field(default=ByteSize(16 << 30), ge=1 << 20, description="size the store may grow to")
+    store_max_files: int = Field(default=4096, ge=1, description="snapshots the store may hold")
+    publish_every_tokens: int = Field(
+        default=256,
+        ge=32,
+        description="rows after which a running turn is published; a version 1 file is written whole",
+    )
+    publish_min_tokens: int = Field(
+        default=16, ge=1, description="growth that is worth a new file at the end of a turn"
+    )
+    restore_min_tokens: int = Field(default=32, ge=16, description="rows a restore must save over what memory has")
+    restore_deadline_seconds: float = Field(default=30.0, gt=0, le=3600, description="after which rows are recomputed")
+    store_stall_seconds: float = Field(
+        default=4.0, gt=0, le=3600, description="without progress in the store, after which it counts as hung"
+    )
+    drain_timeout_seconds: float = Field(default=30.0, gt=0, le=3600, description="for saving everything on SIGTERM")
+    ready_file: Path | None = Field(default=None, description="file that says where the node serves, once it does")
+    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$", description="what is logged")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, environment, file, in this order."""
+        del dotenv_settings, file_secret_settings
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    @field_validator("coordinator", "listen")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_address(value)
+        return value
+
+    @field_validator("node_id")
+    @classmethod
+    def _is_node_id(cls, value: str) -> str:
+        if not NODE_ID.fullmatch(value):
+            raise ValueError(f"{value!r} is not a name of 1 to 63 of a-z, 0-9, '.', '_', '-'")
+        return value
+
+    @model_validator(mode="after")
+    def _is_reachable(self) -> NodeConfig:
+        host = parse_address(self.listen)[0]
+        everywhere = {"0.0.0.0", "[::]"}  # noqa: S104 - looked at, not bound
+        if self.coordinator and not self.advertise and host in everywhere:
+            raise ValueError(
+                f"listening at {self.listen}, the node cannot know its address in the fleet: set advertise"
+            )
+        return self
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of the engine."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    def advertised(self, port: int) -> str:
+        """The address at which the coordinator reaches us, given the port we got."""
+        host = self.advertise or parse_address(self.listen)[0]
+        return host if self.advertise and re.fullmatch(r".*[^:\]]:\d+|\[.*\]:\d+", host) else f"{host}:{port}"
+
+
+def load_config(flags: dict[str, Any], toml_file: Path | None = None) -> NodeConfig:
+    """Merge the sources; raises ConfigInvalid with every problem in one message."""
+    if toml_file is not None:
+        _check_toml(toml_file)
+
+    class _Sourced(NodeConfig):
+        model_config = SettingsConfigDict(toml_file=toml_file)
+
+    try:
+        return _Sourced(**{name: value for name, value in flags.items() if value is not None})
+    except ValidationError as error:
+        raise ConfigInvalid("; ".join(_sentences(error))) from error
+
+
+def _check_toml(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            tomllib.load(file)
+    except OSError as error:
+        raise ConfigInvalid(f"the configuration file {path} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigInvalid(f"the configuration file {path} is not TOML: {error}") from error
+
+
+def _sentences(error: ValidationError) -> list[str]:
+    sentences = []
+    for problem in error.errors(include_url=False):
+        name = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
+        text = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "missing":
+            text = "is missing"
+        elif problem["type"] == "extra_forbidden":
+            text = "is no setting of a node"
+        elif not problem["msg"].startswith("Value error") and name:
+            text = f"{problem['input']!r}: {text[0].lower()}{text[1:]}"
+        sentences.append(f"{name} {text}".strip())
+    return sentences

@@ -1,0 +1,369 @@
+"""What the engine thread does with turns: finds their rows, runs them, and lets go of them.
+
+`NodeCore` owns the scheduler, the resident sessions and all sequences; only the engine thread calls it. It never waits:
+what takes long is asked of the I/O thread and comes back as a message. Time is read from the clock it is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.engine.kv_cache import KvPool, KvSequence
+from kvferry.engine.scheduler import Job, Scheduler, StepOutput
+from kvferry.node.errors import StaleEpoch, StoreDown
+from kvferry.node.load import NodeView, Totals
+from kvferry.node.memory import RowMemory
+from kvferry.node.messages import Published, Reply, RestoreDone, RestoreRequest
+from kvferry.node.ports import CoreLimits, IoPort
+from kvferry.node.sessions import Resident, common_prefix
+from kvferry.node.turns import Event, Failed, Finished, Prefix, Token, Turn
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Run:
+    """A turn with its rows. `turn.token_ids` and then `new_tokens` are its tokens."""
+
+    turn: Turn
+    sequence: KvSequence
+    n_published: int
+    n_resident: int
+    n_restored: int = 0
+    snapshot: str = ""
+    refused: tuple[str, ...] = ()
+    restore: RestoreRequest | None = None  # set while the rows are awaited
+    restore_asked_at: float = 0.0
+    restore_seconds: float = 0.0
+    started_at: float | None = None
+    new_tokens: list[int] = field(default_factory=list)
+    n_publish_asked: int = 0
+
+    @property
+    def session_id(self) -> str:
+        """The session."""
+        return self.turn.session_id
+
+    def tokens_with_rows(self) -> NDArray[np.int32]:
+        """The tokens whose rows exist, int32 [n_rows]."""
+        tokens = np.concatenate([self.turn.token_ids, np.asarray(self.new_tokens, dtype=np.int32)])
+        return tokens[: self.sequence.n_rows]
+
+
+@dataclass(slots=True)
+class _Restoring:
+    """A RestoreSession call that waits for rows."""
+
+    session_id: str
+    token_ids: NDArray[np.int32]
+    reply: Reply[Prefix]
+    request: RestoreRequest
+    asked_at: float
+    n_resident: int
+
+
+class NodeCore:
+    """See the module's description."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        pool: KvPool,
+        new_sequence: Callable[[], KvSequence],
+        io: IoPort | None,
+        limits: CoreLimits,
+        clock: Callable[[], float],
+        post: Callable[[Turn, Event], None],
+    ) -> None:
+        self.totals = Totals()
+        self._scheduler = scheduler
+        self._pool = pool
+        self._io = io
+        self._limits = limits
+        self._clock = clock
+        self._post = post
+        self._runs: dict[int, _Run] = {}  # by run id
+        self._restoring: list[_Restoring] = []
+        self._n_requests = 0
+        self._progress_at = clock()
+        self.memory = RowMemory(
+            pool=pool,
+            new_sequence=new_sequence,
+            io=io,
+            limits=limits,
+            running=self._runs.values,
+            totals=self.totals,
+        )
+        scheduler.make_room = self.memory.make_room
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step may get somewhere."""
+        return self._scheduler.n_running + self._scheduler.n_queued > 0
+
+    @property
+    def waits_for_rows(self) -> bool:
+        """Whether somebody waits for the store, within a deadline."""
+        return bool(self._restoring) or any(run.restore is not None for run in self._runs.values())
+
+    def view(self) -> NodeView:
+        """The state at this moment, for the event loop."""
+        running = {run.session_id: run.sequence.n_rows for run in self._runs.values()}
+        idle = {resident.session_id: len(resident.token_ids) for resident in self.memory.sessions}
+        n_used = self._pool.n_blocks - self._pool.n_free_blocks
+        return NodeView(
+            n_running=self._scheduler.n_running,
+            n_queued=len(self._runs) - self._scheduler.n_running,
+            kv_bytes_used=n_used * self._pool.block_bytes,
+            kv_bytes_budget=self._pool.n_blocks * self._pool.block_bytes,
+            resident=tuple((idle | running).items()),
+            n_saved=self.memory.n_saved(),
+            is_busy=self.has_work,
+            progress_at=self._progress_at,
+        )
+
+    def step(self) -> bool:
+        """One forward pass; False when nothing could run."""
+        began_at = self._clock()
+        outputs = self._scheduler.step()
+        now = self._clock()
+        if not outputs:
+            return False
+        self._progress_at = now
+        self._measure(outputs, now - began_at)
+        ended = [run for run in (self._tell(output, began_at, now) for output in outputs) if run is not None]
+        for run in ended:  # after all tokens of the step are on their way
+            self._retire(run)
+        self._publish_long_answers()
+        return True
+
+    # Turns.
+
+    def begin(self, turn: Turn) -> None:
+        """Find the turn's rows and run it."""
+        if not self.has_work:
+            self._progress_at = self._clock()
+        for run in self._runs_of(turn.session_id):
+            self.stop(run.turn.run_id, StaleEpoch(f"session {turn.session_id} went on at epoch {turn.epoch}"))
+        n_most = len(turn.token_ids) - 1  # one token is always computed: its logits are not stored
+        sequence, n_published = self.memory.rows_for(turn.session_id, turn.token_ids, n_most)
+        run = _Run(turn=turn, sequence=sequence, n_published=n_published, n_resident=sequence.n_rows)
+        self._runs[turn.run_id] = run
+        run.restore = self._ask_restore(turn.token_ids, sequence.n_rows, n_most)
+        run.restore_asked_at = self._clock()
+        if run.restore is None:
+            self._submit(run)
+
+    def stop(self, run_id: int, error: Exception | None) -> bool:
+        """End a run between two steps, as cancelled or with an error; its rows stay. False when it is not here."""
+        run = self._runs.get(run_id)
+        if run is None:
+            return False
+        if run.restore is not None:
+            run.restore.abandoned, run.restore = True, None
+        else:
+            self._scheduler.stop(str(run_id))
+        self._post(run.turn, Finished("cancelled") if error is None else Failed(error))
+        self._retire(run)
+        return True
+
+    def stop_all(self, error: Exception) -> int:
+        """End all runs; returns how many."""
+        return sum(self.stop(run_id, error) for run_id in list(self._runs))
+
+    def abandon_late_restores(self) -> None:
+        """Compute the rows of those who waited too long for the store."""
+        now = self._clock()
+        stalled = self._io is not None and self._io.stalled()
+        for run in list(self._runs.values()):
+            if run.restore is not None and (
+                stalled or now > run.restore_asked_at + self._limits.restore_deadline_seconds
+            ):
+                log.warning("session %s: the store is too slow, rows are recomputed", run.session_id)
+                run.restore.abandoned, run.restore = True, None
+                run.restore_seconds = now - run.restore_asked_at
+                self._submit(run)
+        for waiting in list(self._restoring):
+            if stalled or now > waiting.asked_at + self._limits.restore_deadline_seconds:
+                waiting.request.abandoned = True
+                self._restoring.remove(waiting)
+                waiting.reply.fail(StoreDown("the store did not give the session's rows in time"))
+
+    def _runs_of(self, session_id: str) -> list[_Run]:
+        return [run for run in self._runs.values() if run.session_id == session_id]
+
+    def _submit(self, run: _Run) -> None:
+        turn = run.turn
+        job = Job(
+            job_id=str(turn.run_id),
+            sequence=run.sequence,
+            token_ids=turn.token_ids,
+            n_prompt_tokens=turn.n_prompt_tokens,
+            sampling=turn.sampling,
+            max_tokens=turn.max_tokens,
+            end_token_ids=turn.end_token_ids,
+        )
+        self._scheduler.submit(job)
+
+    def _tell(self, output: StepOutput, began_at: float, now: float) -> _Run | None:
+        """Post what a step did for one run; returns the run when it ended."""
+        run = self._runs[int(output.job_id)]
+        if run.started_at is None:
+            run.started_at = began_at
+        if not run.new_tokens and (output.token is not None or output.finish is not None):
+            self._post(run.turn, self._prefix(run, output.token is not None, now))
+        if output.token is not None:
+            run.new_tokens.append(output.token.token_id)
+            self._post(run.turn, Token(output.token_index, output.token))
+        if output.error is not None:
+            self._post(run.turn, Failed(output.error))
+        elif output.finish is not None:
+            self._post(run.turn, Finished(output.finish))
+        return run if output.finish is not None or output.error is not None else None
+
+    def _prefix(self, run: _Run, is_computed: bool, now: float) -> Prefix:
+        started_at = now if run.started_at is None else run.started_at
+        n_tokens = len(run.turn.token_ids)
+        return Prefix(
+            n_tokens=n_tokens,
+            n_resident=run.n_resident,
+            n_restored=run.n_restored,
+            n_computed=n_tokens - run.n_resident - run.n_restored if is_computed else 0,
+            queue_seconds=max(started_at - run.turn.arrived_at - run.restore_seconds, 0.0),
+            restore_seconds=run.restore_seconds,
+            prefill_seconds=now - started_at,
+            snapshot=run.snapshot,
+            refused_snapshots=run.refused,
+        )
+
+    def _measure(self, outputs: list[StepOutput], seconds: float) -> None:
+        n_decoded = sum(output.token is not None and output.n_rows == 1 for output in outputs)
+        n_rows = sum(output.n_rows for output in outputs)
+        if n_rows == n_decoded:
+            self.totals.decode_rate.add(n_decoded, seconds)
+        elif n_decoded == 0:
+            self.totals.prefill_rate.add(n_rows, seconds)
+        counters = self._scheduler.counters
+        self.totals.engine_steps = counters.n_steps
+        self.totals.rows_prefilled = counters.n_rows_prefilled
+        self.totals.tokens_generated = counters.n_tokens_generated
+
+    # Restores.
+
+    def _ask_restore(self, token_ids: NDArray[np.int32], n_rows: int, n_most: int) -> RestoreRequest | None:
+        """Ask for a prefix that is worth more than the n_rows we have; None when that cannot be."""
+        n_least = n_rows + self._limits.restore_min_tokens
+        if self._io is None or n_least > n_most or not self._io.readable():
+            return None
+        n_short = -(-n_most // self._pool.geometry.block_size) - self._pool.n_free_blocks
+        if n_short > 0 and self.memory.make_room(n_short) != "free":
+            return None
+        self._n_requests += 1
+        request = RestoreRequest(self._n_requests, token_ids, n_rows_at_least=n_least, n_rows_at_most=n_most)
+        self._io.submit(request)
+        return request
+
+    def restore_session(self, session_id: str, token_ids: NDArray[np.int32], reply: Reply[Prefix]) -> None:
+        """Bring a prefix into memory; computes nothing."""
+        for run in self._runs_of(session_id):
+            reply.ok(_restored(len(token_ids), common_prefix(run.tokens_with_rows(), token_ids)))
+            return
+        sequence, n_published = self.memory.rows_for(session_id, token_ids, len(token_ids))
+        n_rows = sequence.n_rows
+        self.memory.keep(Resident(session_id, token_ids[:n_rows], sequence, n_published))
+        request = self._ask_restore(token_ids, n_rows, len(token_ids))
+        if request is None:
+            reply.ok(_restored(len(token_ids), n_rows))
+        else:
+            self._restoring.append(_Restoring(session_id, token_ids, reply, request, self._clock(), n_rows))
+
+    def restore_done(self, done: RestoreDone) -> None:
+        """Rows came, or did not; nobody may be waiting any more."""
+        self.totals.snapshots_refused += len(done.refused)
+        self.totals.restore_rate.add(done.n_bytes, done.seconds)
+        waiting = next((w for w in self._restoring if w.request is done.request), None)
+        run = next((run for run in self._runs.values() if run.restore is done.request), None)
+        if waiting is not None:
+            self._restoring.remove(waiting)
+            self._keep_restored(waiting, done)
+        elif run is not None:
+            self._resume(run, done)
+        elif done.sequence is not None:
+            done.sequence.release()
+
+    def _resume(self, run: _Run, done: RestoreDone) -> None:
+        run.restore = None
+        run.restore_seconds = self._clock() - run.restore_asked_at
+        run.refused = done.refused
+        if done.sequence is not None:
+            run.sequence.release()
+            run.sequence, run.snapshot = done.sequence, done.snapshot
+            run.n_resident, run.n_restored, run.n_published = 0, done.sequence.n_rows, done.sequence.n_rows
+        self._submit(run)
+
+    def _keep_restored(self, waiting: _Restoring, done: RestoreDone) -> None:
+        prefix = _restored(len(waiting.token_ids), waiting.n_resident)
+        if done.sequence is not None:
+            n_rows = done.sequence.n_rows
+            self.memory.keep(Resident(waiting.session_id, waiting.token_ids[:n_rows], done.sequence, n_rows))
+            prefix = dataclasses.replace(prefix, n_resident=0, n_restored=n_rows, snapshot=done.snapshot)
+        seconds = self._clock() - waiting.asked_at
+        waiting.reply.ok(dataclasses.replace(prefix, restore_seconds=seconds, refused_snapshots=done.refused))
+
+    # Sessions.
+
+    def _retire(self, run: _Run) -> None:
+        """The run is over: its session stays in memory, and its rows go to the store."""
+        del self._runs[run.turn.run_id]
+        token_ids = run.tokens_with_rows()
+        if not len(token_ids):
+            run.sequence.release()
+            return
+        resident = Resident(run.session_id, token_ids, run.sequence, min(run.n_published, len(token_ids)))
+        self.memory.keep(resident)
+        if self.memory.publisher.is_worth(resident):
+            self.memory.publisher.publish_fork(resident)
+
+    def _publish_long_answers(self) -> None:
+        for run in self._runs.values():
+            n_known = max(run.n_published, run.n_publish_asked)
+            if (
+                self._io is not None
+                and run.new_tokens
+                and run.sequence.n_rows - n_known >= self._limits.publish_every_tokens
+            ):
+                run.n_publish_asked = run.sequence.n_rows
+                self.memory.publisher.publish_fork(run)
+
+    def save(self, session_id: str, reply: Reply[Published]) -> bool:
+        """Publish a session's rows now; False when it is not here or has no rows."""
+        owner = next(self.memory.owners(session_id), None)
+        if owner is None or not owner.sequence.n_rows:
+            return False
+        self.memory.publisher.publish_fork(owner, reply)
+        return True
+
+    def drop(self, session_id: str, error: Exception) -> None:
+        """Forget a session; stop its run."""
+        for run in self._runs_of(session_id):
+            self.stop(run.turn.run_id, error)
+        self.memory.drop(session_id)
+
+
+def _restored(n_tokens: int, n_resident: int) -> Prefix:
+    return Prefix(
+        n_tokens=n_tokens,
+        n_resident=n_resident,
+        n_restored=0,
+        n_computed=0,
+        queue_seconds=0.0,
+        restore_seconds=0.0,
+        prefill_seconds=0.0,
+    )

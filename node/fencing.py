@@ -1,0 +1,60 @@
+"""Who may still ask this node for work: epochs per session, one coordinator generation, draining, the lease.
+
+Leases give liveness, epochs give safety (reliability.md section 4): nothing here is correct only because a clock is
+right. No clock, no I/O: time is an argument. Used by the event loop only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvferry.node.errors import Draining, LeaseLost, StaleCoordinator, StaleEpoch
+
+MAX_EPOCHS: Final = 100_000
+"""Sessions whose epoch is remembered, about 20 MB; a board serves some hundreds a day. The least recently seen go
+first."""
+
+
+@dataclass(slots=True)
+class Fence:
+    """The highest epoch seen per session, the highest coordinator generation, and until when the lease lasts."""
+
+    coordinator_generation: int = 0
+    draining: bool = False
+    lease_ends_at: float | None = None  # None: never had a lease, so none can be lost
+    _epochs: OrderedDict[str, int] = field(default_factory=OrderedDict)
+
+    def admit(self, session_id: str, epoch: int, generation: int, now: float) -> None:
+        """Let a turn in and remember its epoch; raises StaleCoordinator, StaleEpoch, Draining or LeaseLost."""
+        self.see_generation(generation)
+        seen = self._epochs.get(session_id, 0)
+        if epoch < seen:
+            raise StaleEpoch(f"session {session_id} is at epoch {seen} here; a request of epoch {epoch} is too old")
+        if self.draining:
+            raise Draining("this node is being drained; send the turn to another one")
+        if self.lease_lost(now):
+            raise LeaseLost("this node has not heard its coordinator for a whole lease; send the turn to another one")
+        self._epochs[session_id] = epoch
+        self._epochs.move_to_end(session_id)
+        if len(self._epochs) > MAX_EPOCHS:
+            self._epochs.popitem(last=False)
+
+    def see_generation(self, generation: int) -> None:
+        """Remember a coordinator's generation; raises StaleCoordinator for one older than the newest seen."""
+        if generation < self.coordinator_generation:
+            raise StaleCoordinator(
+                f"coordinator generation {generation} was replaced by {self.coordinator_generation}; "
+                "stop the older coordinator"
+            )
+        self.coordinator_generation = generation
+
+    def renew_lease(self, asked_at: float, lease_seconds: float) -> None:
+        """The coordinator answered what was asked at `asked_at`. A lease counts from the asking, never from the
+        answer."""
+        self.lease_ends_at = asked_at + lease_seconds
+
+    def lease_lost(self, now: float) -> bool:
+        """Whether a lease was held and has ended."""
+        return self.lease_ends_at is not None and now >= self.lease_ends_at

@@ -1,0 +1,136 @@
+"""From settings to a node that can serve: model, engine, store, threads. Runs in a thread of its own; takes seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from kvferry.engine.engine import Chunk, Engine, EngineOptions
+from kvferry.engine.files.resolve import resolve_model
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.text.model import TextModel
+from kvferry.node.config import NodeConfig
+from kvferry.node.core import NodeCore
+from kvferry.node.engine_thread import EngineThread
+from kvferry.node.errors import StoreMisconfigured
+from kvferry.node.io_thread import IoThread
+from kvferry.node.ports import CoreLimits
+from kvferry.node.state import Identity, Serving
+from kvferry.proto.v1 import common_pb2
+from kvferry.store.errors import StoreError
+from kvferry.store.geometry import KvGeometry
+from kvferry.store.snapshot_store import SnapshotStore
+
+log = logging.getLogger(__name__)
+
+WARM_UP_ROWS = (1, 33)
+"""A decode, and a prefill over a block's edge: all kernels have run before anybody waits for them."""
+
+
+def load_serving(
+    config: NodeConfig, loop: asyncio.AbstractEventLoop, boot_id: str, version: str, on_fatal: Callable[[], None]
+) -> Serving:
+    """Everything but starting the engine thread. Raises EngineError, StoreMisconfigured."""
+    path = resolve_model(config.model)
+    options = EngineOptions(n_threads=config.n_threads, kv_bytes=int(config.kv_memory), context_length=config.context)
+    engine = Engine.load(path, options)
+    _warm_up(engine)
+    threads: list[EngineThread] = []
+    io = None
+    if config.store is not None:
+        io = IoThread(
+            open_store=partial(open_store, config, engine),
+            new_sequence=engine.new_sequence,
+            deliver=lambda done: threads[0].send(done),  # noqa: PLW0108 - the thread is made below
+            stall_seconds=config.store_stall_seconds,
+        )
+        _start(io)
+    threads.append(_make_engine_thread(config, engine, io, loop, on_fatal))
+    return Serving(identity=_identity(config, engine, TextModel.load(path), boot_id, version), engine=threads[0], io=io)
+
+
+def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
+    """The store of this engine's fingerprint; its first call may raise StoreError or hang."""
+    if config.store is None:
+        raise ValueError("there is no store to open")
+    geometry = engine.geometry
+    return SnapshotStore(
+        root=config.store,
+        fingerprint=engine.fingerprint,
+        geometry=KvGeometry(geometry.n_layers, geometry.n_kv_heads, geometry.head_dim, geometry.block_size),
+        vocab_size=engine.config.vocab_size,
+        max_bytes=int(config.store_max_bytes),
+        max_files=config.store_max_files,
+        node_id=config.node_id,
+    )
+
+
+def _start(io: IoThread) -> None:
+    try:
+        io.start()
+    except StoreError as error:  # a person has to act; what passes by itself is served without
+        raise StoreMisconfigured(str(error)) from error
+
+
+def _warm_up(engine: Engine) -> None:
+    started_at = time.monotonic()
+    for n_rows in WARM_UP_ROWS:
+        sequence = engine.new_sequence()
+        engine.forward([Chunk(sequence, np.zeros(n_rows, dtype=np.int32), "last")])
+        sequence.release()
+    log.info("the engine warmed up in %.1f s", time.monotonic() - started_at)
+
+
+def _make_engine_thread(
+    config: NodeConfig,
+    engine: Engine,
+    io: IoThread | None,
+    loop: asyncio.AbstractEventLoop,
+    on_fatal: Callable[[], None],
+) -> EngineThread:
+    limits = CoreLimits(
+        max_sessions=config.max_sessions,
+        publish_every_tokens=config.publish_every_tokens,
+        publish_min_tokens=config.publish_min_tokens,
+        restore_min_tokens=config.restore_min_tokens,
+        restore_deadline_seconds=config.restore_deadline_seconds,
+    )
+    return EngineThread(
+        lambda post: NodeCore(
+            scheduler=Scheduler(engine, max_running=config.max_running),
+            pool=engine.pool,
+            new_sequence=engine.new_sequence,
+            io=io,
+            limits=limits,
+            clock=time.monotonic,
+            post=post,
+        ),
+        loop,
+        on_fatal,
+    )
+
+
+def _identity(config: NodeConfig, engine: Engine, text: TextModel, boot_id: str, version: str) -> Identity:
+    geometry = engine.geometry
+    return Identity(
+        boot_id=boot_id,
+        version=version,
+        model=text.model_name or config.model,
+        model_config=engine.config,
+        fingerprint=engine.fingerprint,
+        tokenizer_digest=text.digest,
+        kernel_path=engine.kernel_path,
+        n_threads=engine.n_threads,
+        context_length=engine.context_length,
+        geometry=common_pb2.KvGeometry(
+            n_layers=geometry.n_layers,
+            n_kv_heads=geometry.n_kv_heads,
+            head_dim=geometry.head_dim,
+            block_size=geometry.block_size,
+        ),
+    )

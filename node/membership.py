@@ -1,0 +1,174 @@
+"""The node's side of FleetService: join, heartbeat, keep the lease, leave. Event loop only.
+
+A lease counts from the moment a heartbeat was sent. When it ends, running turns are stopped by a task of their own,
+whatever the network does meanwhile; the coordinator has given them to somebody else by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from kvferry.node.errors import LeaseLost, StaleCoordinator
+from kvferry.node.messages import StopAllRuns
+from kvferry.node.state import NodeState, Serving
+from kvferry.node.wire import resident_messages, snapshot_message
+from kvferry.proto.channel import channel_options
+from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_SECONDS: Final = 1.0
+"""Of a heartbeat; never more than a third of the lease, so that two may fail before it ends."""
+
+RETRY_SECONDS: Final = (0.1, 0.2, 0.5, 1.0)
+"""Pauses between attempts to reach the coordinator, the last one for ever: a rebooted one is found within a second."""
+
+DEREGISTER_TIMEOUT_SECONDS: Final = 1.0
+
+
+@dataclass(slots=True)
+class _Terms:
+    lease_seconds: float
+    heartbeat_seconds: float
+
+    @property
+    def call_timeout(self) -> float:
+        return min(CALL_TIMEOUT_SECONDS, self.lease_seconds / 3)
+
+
+class Membership:
+    """Keeps one node in its coordinator's fleet. `run` is its whole life; cancel it to stop."""
+
+    def __init__(self, state: NodeState, address: str) -> None:
+        if state.config.coordinator is None:
+            raise ValueError("a node without a coordinator has no membership")
+        self._coordinator = state.config.coordinator
+        self._state = state
+        self._address = address
+        self._terms: _Terms | None = None  # None: not registered
+        self._beat_now = asyncio.Event()
+        self._n_failures = 0
+
+    async def run(self) -> None:
+        """Reach the coordinator, stay with it, and start over with a fresh connection when that ends."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_lease())
+            while True:
+                async with grpc.aio.insecure_channel(self._coordinator, options=channel_options()) as channel:
+                    await self._stay(fleet_pb2_grpc.FleetServiceStub(channel))
+                pause = RETRY_SECONDS[min(self._n_failures, len(RETRY_SECONDS)) - 1]
+                await asyncio.sleep(pause)
+
+    def beat_now(self) -> None:
+        """Something changed that the coordinator should know soon."""
+        self._beat_now.set()
+
+    async def leave(self) -> None:
+        """Say good-bye; not being heard is no error."""
+        if self._terms is None:
+            return
+        identity = self._state.ready().identity
+        request = fleet_pb2.DeregisterRequest(node_id=self._state.config.node_id, boot_id=identity.boot_id)
+        async with grpc.aio.insecure_channel(self._coordinator, options=channel_options()) as channel:
+            try:
+                await fleet_pb2_grpc.FleetServiceStub(channel).Deregister(request, timeout=DEREGISTER_TIMEOUT_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                log.warning("could not take leave of the coordinator at %s: %s", self._coordinator, error.code().name)
+
+    async def _stay(self, stub: fleet_pb2_grpc.FleetServiceAsyncStub) -> None:
+        """Register if need be, then heartbeat until a call fails."""
+        try:
+            while True:
+                if self._terms is None:
+                    await self._register(stub)
+                else:
+                    await self._heartbeat(stub, self._terms)
+                self._n_failures = 0
+                await self._pause()
+        except (grpc.aio.AioRpcError, StaleCoordinator) as error:
+            self._n_failures += 1
+            if self._n_failures == 1:  # not once a second for as long as a coordinator is away
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                log.warning("the coordinator at %s is not there, trying on: %s", self._coordinator, reason)
+
+    async def _pause(self) -> None:
+        seconds = self._terms.heartbeat_seconds if self._terms else 0.0
+        try:
+            await asyncio.wait_for(self._beat_now.wait(), seconds)
+        except TimeoutError:
+            return
+        self._beat_now.clear()
+
+    async def _register(self, stub: fleet_pb2_grpc.FleetServiceAsyncStub) -> None:
+        serving = self._state.ready()
+        asked_at = time.monotonic()
+        response = await stub.Register(self._registration(serving, asked_at), timeout=CALL_TIMEOUT_SECONDS)
+        self._state.fence.see_generation(response.coordinator_generation)
+        self._terms = _Terms(response.lease_seconds, response.heartbeat_seconds)
+        self._state.fence.renew_lease(asked_at, response.lease_seconds)
+        log.info("joined the coordinator at %s as %s", self._coordinator, self._address)
+
+    async def _heartbeat(self, stub: fleet_pb2_grpc.FleetServiceAsyncStub, terms: _Terms) -> None:
+        serving = self._state.ready()
+        asked_at = time.monotonic()
+        publisher = serving.engine.core.memory.publisher
+        published = publisher.untold
+        request = fleet_pb2.HeartbeatRequest(
+            node_id=self._state.config.node_id,
+            boot_id=serving.identity.boot_id,
+            load=serving.load(asked_at),
+            resident=resident_messages(serving.engine.view),
+            published=[snapshot_message(snapshot, serving.identity.fingerprint) for snapshot in published],
+            draining=self._state.fence.draining,
+        )
+        response = await stub.Heartbeat(request, timeout=terms.call_timeout)
+        self._state.fence.see_generation(response.coordinator_generation)
+        if response.register_again:
+            self._terms = None
+            return
+        publisher.told(published)
+        self._state.fence.renew_lease(asked_at, terms.lease_seconds)
+
+    def _registration(self, serving: Serving, now: float) -> fleet_pb2.RegisterRequest:
+        identity, config = serving.identity, self._state.config
+        return fleet_pb2.RegisterRequest(
+            node_id=config.node_id,
+            boot_id=identity.boot_id,
+            address=self._address,
+            version=identity.version,
+            model=identity.model,
+            fingerprint=identity.fingerprint,
+            tokenizer_digest=identity.tokenizer_digest,
+            geometry=identity.geometry,
+            context_length=identity.context_length,
+            max_running=config.max_running,
+            n_threads=identity.n_threads,
+            kernel_path=identity.kernel_path,
+            load=serving.load(now),
+            resident=resident_messages(serving.engine.view),
+            vocabulary_size=identity.model_config.vocab_size,
+        )
+
+    async def _watch_lease(self) -> None:
+        """Stop running turns when the lease ends: once for each time it ends."""
+        fence = self._state.fence
+        stopped_for: float | None = None
+        while True:
+            now = time.monotonic()
+            if fence.lease_lost(now) and fence.lease_ends_at != stopped_for:
+                stopped_for = fence.lease_ends_at
+                error = LeaseLost("this node has not heard its coordinator for a whole lease and lets go of its turns")
+                log.warning("the lease ended: running turns are stopped")
+                self._state.ready().engine.send(StopAllRuns(error))
+            await asyncio.sleep(_until(fence.lease_ends_at, now))
+
+
+def _until(ends_at: float | None, now: float) -> float:
+    """How long the watcher may sleep: a renewal only moves the end away."""
+    return 0.2 if ends_at is None or ends_at <= now else ends_at - now

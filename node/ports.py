@@ -1,0 +1,35 @@
+"""What the parts on the engine thread need of each other, so that each can be tested on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.node.messages import PublishRequest, RestoreRequest
+
+
+class IoPort(Protocol):
+    """What the engine thread needs of the I/O thread; nothing here waits."""
+
+    def submit(self, request: RestoreRequest | PublishRequest) -> PublishRequest | None:
+        """Queue; returns a request that will not be answered."""
+
+    def drop_waiting(self) -> list[PublishRequest]:
+        """Take back publishes that have not begun."""
+
+    def stalled(self) -> bool:
+        """Whether the store hangs."""
+
+    def readable(self) -> bool:
+        """Whether a restore makes sense now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreLimits:
+    """The few settings the engine thread needs; see config.py."""
+
+    max_sessions: int
+    publish_every_tokens: int
+    publish_min_tokens: int
+    restore_min_tokens: int
+    restore_deadline_seconds: float

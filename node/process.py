@@ -1,0 +1,225 @@
+"""A node's whole life: listen, load, join, serve until told to stop, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvferry.node.config import NodeConfig
+from kvferry.node.errors import Draining, PortInUse
+from kvferry.node.loading import load_serving
+from kvferry.node.membership import Membership
+from kvferry.node.messages import Drain, DrainCount, Reply, Shutdown
+from kvferry.node.service import WorkerService
+from kvferry.node.state import NodeState, Serving
+from kvferry.proto.channel import server_options
+from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SERVICE: Final = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+MAX_CALLS: Final = 2048
+"""Calls at once, turns included: those beyond are answered RESOURCE_EXHAUSTED by gRPC itself."""
+
+GRACE_SECONDS: Final = 1.0
+"""For calls that are being answered when the server stops: their last message is on its way already."""
+
+THREAD_END_SECONDS: Final = 2.0
+"""For the engine's current step and the store's current call; whoever takes longer is left behind (both are
+daemons)."""
+
+
+class Node:
+    """Runs in one event loop; `serve` is its whole life."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        self._state = NodeState(config=config, started_at=time.monotonic())
+        self._server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CALLS)
+        self._health = health.aio.HealthServicer()
+        self._stop = asyncio.Event()
+        self._exit_code = 0
+        self._membership: Membership | None = None
+        self._membership_task: asyncio.Task[None] | None = None
+        self._drain: asyncio.Task[DrainCount] | None = None
+
+    async def serve(self) -> int:
+        """Serve until a signal; returns the exit code. Raises what stands in the way of starting."""
+        self._catch_signals()
+        address = await self._listen()
+        try:
+            serving = await self._until_stopped(_in_daemon_thread(self._loader()))
+            if serving is not None:
+                await self._open_for_work(serving, address)
+                await self._stop.wait()
+                await self.drain(self._config.drain_timeout_seconds)
+        finally:
+            await self._close()
+        return self._exit_code
+
+    async def drain(self, timeout_seconds: float) -> DrainCount:
+        """Refuse new turns, end the running ones, save what is resident, leave the fleet. Again: the same answer."""
+        if self._drain is None:
+            self._drain = asyncio.create_task(self._drain_once(timeout_seconds))
+        return await asyncio.shield(self._drain)
+
+    async def _drain_once(self, timeout_seconds: float) -> DrainCount:
+        engine = self._state.ready().engine
+        self._state.fence.draining = True
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self._membership is not None:
+            self._membership.beat_now()
+        reply: Reply[DrainCount] = Reply()
+        n_turns = self._state.n_turns
+        engine.send(Drain(Draining("this node is being drained; the turn goes on elsewhere"), reply))
+        try:
+            count = await asyncio.wait_for(reply.wait(), timeout_seconds)
+        except TimeoutError:
+            count = DrainCount(engine.view.n_saved, n_turns)
+            log.warning("the drain ends after %.0f s with sessions that could not be saved", timeout_seconds)
+        await self._leave()
+        log.info("drained: %d sessions saved, %d turns moved", count.n_sessions_saved, count.n_turns_moved)
+        return count
+
+    async def _listen(self) -> str:
+        """Take the port first: a wrong address must not cost loading a model."""
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self._state, self), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        try:
+            port = self._server.add_insecure_port(self._config.listen)
+        except RuntimeError as error:
+            raise PortInUse(
+                f"cannot listen at {self._config.listen}: the port is in use, or the address is not one of this "
+                "machine; choose another --listen"
+            ) from error
+        await self._server.start()
+        host = self._config.listen.rpartition(":")[0]
+        self._address = f"{host}:{port}"
+        return self._config.advertised(port)
+
+    def _loader(self) -> Callable[[], Serving]:
+        loop = asyncio.get_running_loop()
+        boot_id = uuid.uuid4().hex
+        package_version = version("kvferry")
+        return lambda: load_serving(self._config, loop, boot_id, package_version, self._on_fatal)
+
+    async def _open_for_work(self, serving: Serving, address: str) -> None:
+        self._state.serving = serving
+        serving.engine.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        if self._config.coordinator is not None:
+            self._membership = Membership(self._state, address)
+            self._membership_task = asyncio.create_task(self._membership.run())
+            self._membership_task.add_done_callback(self._on_membership_end)
+        if self._config.ready_file is not None:
+            _write_ready_file(self._config.ready_file, self._address, self._config.node_id)
+        log.info("node %s serves at %s (%s)", self._config.node_id, self._address, serving.identity.kernel_path)
+
+    async def _until_stopped(self, task: asyncio.Future[T]) -> T | None:
+        """The task's result, or None when the process is told to stop before."""
+        stopped = asyncio.create_task(self._stop.wait())
+        either: set[asyncio.Future[Any]] = {task, stopped}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        return task.result() if task.done() else None
+
+    async def _leave(self) -> None:
+        if self._membership_task is not None and self._membership is not None:
+            self._membership_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._membership_task
+            await self._membership.leave()
+
+    async def _close(self) -> None:
+        """End the server and the threads; a thread that hangs is left behind, and the process ends without it."""
+        serving = self._state.serving
+        if self._membership_task is not None:
+            self._membership_task.cancel()
+        if serving is not None:
+            serving.engine.send(Shutdown(Draining("this node ends; the turn goes on elsewhere")))
+        await self._server.stop(GRACE_SECONDS)
+        ended = serving is None or await asyncio.to_thread(_end_threads, serving)
+        if self._stop.is_set() and (serving is None or not ended):
+            logging.shutdown()
+            os._exit(self._exit_code)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set():  # the second one: at once
+            os._exit(128 + number)
+        log.info("%s: the node drains and ends", number.name)
+        self._stop.set()
+
+    def _on_fatal(self) -> None:
+        self._exit_code = 1
+        self._stop.set()
+
+    def _on_membership_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            log.error("a bug ended the membership; the node drains and ends", exc_info=task.exception())
+            self._on_fatal()
+
+
+def _end_threads(serving: Serving) -> bool:
+    ended = serving.engine.close(THREAD_END_SECONDS)
+    return (serving.io is None or serving.io.close(THREAD_END_SECONDS)) and ended
+
+
+def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Like asyncio.to_thread, but the process may end while it runs."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(cast("T", result))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - handed on, not swallowed
+            loop.call_soon_threadsafe(settle, None, error)
+        else:
+            loop.call_soon_threadsafe(settle, result, None)
+
+    threading.Thread(target=run, name="kvferry-load", daemon=True).start()
+    return future
+
+
+def _write_ready_file(path: Path, address: str, node_id: str) -> None:
+    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temp.write_text(json.dumps({"address": address, "pid": os.getpid(), "node_id": node_id}))
+    temp.replace(path)

@@ -1,0 +1,141 @@
+"""Having rows published: forks go to the I/O thread, answers come back. Used by the engine thread only; never waits.
+
+A fork shares the blocks of the sequence it was made from, so the next turn may run while the rows are written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.engine.errors import OutOfKvMemory
+from kvferry.engine.kv_cache import KvSequence
+from kvferry.node.errors import StoreDown
+from kvferry.node.load import Totals
+from kvferry.node.messages import PublishDone, Published, PublishRequest, Reply
+from kvferry.node.ports import IoPort
+from kvferry.node.sessions import Resident, RowOwner, common_prefix
+
+MIN_ROWS: Final = 16
+"""A shorter prefix is never looked for in the store (vlkv.md: an LCP of 16 is the least that is worth a load)."""
+
+MAX_UNTOLD: Final = 1024
+"""Published snapshots that wait to be told to the coordinator; it also finds them by scanning the store."""
+
+
+def fork_rows(source: KvSequence, n_rows: int, block_size: int) -> KvSequence:
+    """A fork at n_rows; without memory for the copy of the last partial block, at the block boundary below it."""
+    try:
+        return source.fork(n_rows)
+    except OutOfKvMemory:
+        return source.fork(n_rows - n_rows % block_size)
+
+
+class Publisher:
+    """Publishes in the background, and remembers how much of each session is in the store."""
+
+    def __init__(
+        self,
+        *,
+        io: IoPort | None,
+        block_size: int,
+        min_growth: int,
+        owners: Callable[[str], Iterator[RowOwner]],
+        totals: Totals,
+    ) -> None:
+        self.untold: tuple[Published, ...] = ()  # to be told to the coordinator; see `told`
+        self._io = io
+        self._block_size = block_size
+        self._min_growth = min_growth
+        self._owners = owners
+        self._totals = totals
+        self._asked: dict[int, PublishRequest] = {}  # not answered yet
+        self._n_requests = 0
+        self._lock = threading.Lock()  # guards untold, which the event loop reads and trims
+
+    @property
+    def n_asked(self) -> int:
+        """Publishes that have not ended."""
+        return len(self._asked)
+
+    def is_asked(self, session_id: str) -> bool:
+        """Whether a publish of the session has not ended."""
+        return any(request.session_id == session_id for request in self._asked.values())
+
+    def is_worth(self, resident: Resident) -> bool:
+        """Whether an idle session has grown enough since it was last published."""
+        return (
+            self._io is not None and len(resident.token_ids) >= MIN_ROWS and resident.n_unpublished >= self._min_growth
+        )
+
+    def publish_fork(self, owner: RowOwner, reply: Reply[Published] | None = None) -> None:
+        """Publish what a session has now; it may go on meanwhile."""
+        fork = fork_rows(owner.sequence, owner.sequence.n_rows, self._block_size)
+        self.publish(owner.session_id, owner.tokens_with_rows()[: fork.n_rows], fork, reply)
+
+    def publish(
+        self, session_id: str, token_ids: NDArray[np.int32], sequence: KvSequence, reply: Reply[Published] | None = None
+    ) -> None:
+        """Publish a sequence that is ours from now on; token_ids int32 [sequence.n_rows]."""
+        self._n_requests += 1
+        request = PublishRequest(self._n_requests, session_id, token_ids, sequence, [] if reply is None else [reply])
+        self._asked[request.request_id] = request
+        if self._io is None:
+            self._fail(request, "this node has no store; give it one with --store")
+        elif not len(token_ids):
+            self._fail(request, "there is no memory left to copy the session's rows")
+        else:
+            unanswered = self._io.submit(request)
+            if unanswered is request:
+                self._fail(request, "too many sessions wait to be saved")
+            elif (
+                unanswered is not None
+            ):  # an older one of the same session that had not begun: this one stands for both
+                request.replies.extend(unanswered.replies)
+                del self._asked[unanswered.request_id]
+                unanswered.sequence.release()
+
+    def drop_waiting(self) -> bool:
+        """The store hangs and memory is short: let go of rows that wait to be saved. False when none do."""
+        dropped = [] if self._io is None else self._io.drop_waiting()
+        for request in dropped:
+            self._fail(request, "the store hangs and memory is short")
+        return bool(dropped)
+
+    def done(self, done: PublishDone) -> None:
+        """Rows are in the store, or not: either way the fork goes, and the turn never hears of it."""
+        request = done.request
+        del self._asked[request.request_id]
+        request.sequence.release()
+        for owner in self._owners(request.session_id):
+            if done.published is not None:
+                n_common = common_prefix(owner.tokens_with_rows(), request.token_ids)
+                owner.n_published = max(owner.n_published, n_common)
+            elif isinstance(owner, Resident):
+                owner.publish_failed = True
+        self._count(done)
+        for reply in request.replies:
+            if done.published is not None:
+                reply.ok(done.published)
+            else:
+                reply.fail(StoreDown(f"session {request.session_id} was not saved: {done.error}"))
+
+    def told(self, published: tuple[Published, ...]) -> None:
+        """The coordinator knows these now. Any thread."""
+        with self._lock:
+            self.untold = tuple(snapshot for snapshot in self.untold if snapshot not in published)
+
+    def _fail(self, request: PublishRequest, sentence: str) -> None:
+        self.done(PublishDone(request=request, error=StoreDown(sentence)))
+
+    def _count(self, done: PublishDone) -> None:
+        if done.published is None:
+            self._totals.snapshots_failed += 1
+            return
+        self._totals.snapshots_published += not done.already_there
+        with self._lock:
+            self.untold = (*self.untold, done.published)[-MAX_UNTOLD:]

@@ -1,0 +1,102 @@
+"""What the event loop of a node knows: who it is, who may ask, which turns are open. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvferry.engine.config import ModelConfig
+from kvferry.node.config import NodeConfig
+from kvferry.node.engine_thread import EngineThread
+from kvferry.node.errors import QueueFull, SessionBusy, Starting
+from kvferry.node.fencing import Fence
+from kvferry.node.io_thread import IoThread
+from kvferry.node.turns import Turn
+from kvferry.node.wire import load_message
+from kvferry.proto.v1 import common_pb2, worker_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What is the same for the whole life of the process."""
+
+    boot_id: str  # differs for every start
+    version: str
+    model: str
+    model_config: ModelConfig
+    fingerprint: str
+    tokenizer_digest: str
+    kernel_path: str
+    n_threads: int
+    context_length: int
+    geometry: common_pb2.KvGeometry
+
+
+@dataclass(slots=True, kw_only=True)
+class Serving:
+    """A node that has loaded its model."""
+
+    identity: Identity
+    engine: EngineThread
+    io: IoThread | None
+
+    def store_error(self) -> str:
+        """What is wrong with the store; empty when nothing is, or when there is none to go wrong."""
+        return "" if self.io is None else self.io.error()
+
+    def load(self, now: float) -> worker_pb2.NodeLoad:
+        """The load at this moment."""
+        return load_message(self.engine.view, self.engine.core.totals, self.store_error(), now)
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeState:
+    """See the module's description. `serving` is None until the engine has warmed up."""
+
+    config: NodeConfig
+    started_at: float
+    fence: Fence = field(default_factory=Fence)
+    serving: Serving | None = None
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    _turns: dict[int, Turn] = field(default_factory=dict)  # by run id
+    _run_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def ready(self) -> Serving:
+        """The serving part; raises Starting before there is one."""
+        if self.serving is None:
+            raise Starting("this node is still loading its model; try again in a moment")
+        return self.serving
+
+    def next_run_id(self) -> int:
+        """Unique in this process."""
+        return next(self._run_ids)
+
+    @property
+    def n_turns(self) -> int:
+        """Open turns."""
+        return len(self._turns)
+
+    def check_room(self, session_id: str, epoch: int) -> None:
+        """Raises SessionBusy for a second run of one epoch, QueueFull when as many turns are open as may."""
+        if any(t.session_id == session_id and t.epoch == epoch and not t.outbox.closed for t in self._turns.values()):
+            raise SessionBusy(
+                f"session {session_id} has a running turn of epoch {epoch}; stop it, or ask with a higher epoch"
+            )
+        n_most = self.config.max_running + self.config.max_queued
+        if self.n_turns >= n_most:
+            raise QueueFull(f"{self.n_turns} turns run or wait here, as many as may; try again, or another node")
+
+    def open_turn(self, turn: Turn) -> None:
+        """Count a turn."""
+        self._turns[turn.run_id] = turn
+
+    def close_turn(self, turn: Turn) -> None:
+        """The caller has its end, or is gone."""
+        del self._turns[turn.run_id]
+
+    def find_turn(self, session_id: str, turn_id: str) -> Turn | None:
+        """The open run of a turn with the highest epoch."""
+        found = [t for t in self._turns.values() if t.session_id == session_id and t.turn_id == turn_id]
+        return max(found, key=lambda turn: turn.epoch, default=None)
