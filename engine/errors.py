@@ -66,3 +66,9 @@ class OutOfKvMemory(EngineError):
     """No free block is left in the KV pool; release a sequence, or give the pool more memory."""
 
     code: ClassVar[str] = "out_of_kv_memory"
+
+
+class InvalidTokens(EngineError):
+    """Token ids that are not tokens of the model, or a batch that is not well-formed."""
+
+    code: ClassVar[str] = "invalid_tokens"

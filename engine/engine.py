@@ -1,0 +1,258 @@
+"""The engine: a model in memory, a KV pool, and one function that runs a mixed batch of rows through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.engine.config import ModelConfig
+from kvferry.engine.errors import ContextExceeded, InvalidTokens, OutOfKvMemory
+from kvferry.engine.files.gguf_file import open_gguf
+from kvferry.engine.kernels import records
+from kvferry.engine.kernels.attention import TILE_ROWS, tile_tokens
+from kvferry.engine.kernels.forward import PHASES_PER_LAYER, PRIVATE_ROWS, forward, serve_steps
+from kvferry.engine.kernels.intrinsics import ISA
+from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, activation_row_bytes
+from kvferry.engine.kernels.linear import UNIT_ROWS
+from kvferry.engine.kv_cache import KvGeometry, KvPool, KvSequence
+from kvferry.engine.packing import PackedModel, aligned_empty, pack_model
+from kvferry.engine.threads import WorkerThreads, new_control
+
+_F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """``n_threads`` of a step; ``kv_bytes`` of KV memory; ``max_batch_rows`` that one pass takes (more are cut into
+    several); ``context_length`` in tokens, at most (and by default) the model's own."""
+
+    n_threads: int
+    kv_bytes: int
+    max_batch_rows: int = 512
+    context_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens to append to a sequence, and which of their rows get logits."""
+
+    sequence: KvSequence
+    token_ids: NDArray[np.int32]
+    logits: Literal["none", "last", "all"] = "last"
+
+
+class Engine:
+    """Not thread-safe: one thread at a time may call ``forward``. Sequences may be read and released from others."""
+
+    def __init__(self, packed: PackedModel, options: EngineOptions, fingerprint: str) -> None:
+        config = packed.config
+        self.config: Final = config
+        self.fingerprint: Final = fingerprint
+        self.kernel_path: Final = ISA.name
+        self.n_threads: Final = options.n_threads
+        self.context_length: Final = _context_length(config, options)
+        self.geometry: Final = KvGeometry(config.n_layers, config.n_kv_heads, config.head_dim)
+        self.pool: Final = KvPool(self.geometry, options.kv_bytes)
+        self.max_batch_rows: Final = options.max_batch_rows
+        self._packed = packed
+        self._workspace = _Workspace(config, options, self.pool)
+        self._step: NDArray[Any] = np.zeros(1, records.STEP)
+        self._records = (packed.model, packed.layers, self._workspace.record, self._step)
+        self._workers = WorkerThreads(
+            options.n_threads,
+            lambda thread, seen: int(serve_steps(*self._records, thread, options.n_threads, seen)),
+            self._workspace.control,
+        )
+
+    @classmethod
+    def load(cls, path: Path, options: EngineOptions) -> Engine:
+        """Open a model file, pack its weights and get the kernels ready.
+
+        Raises ModelNotFound, ModelInvalid or UnsupportedArchitecture for the file, OutOfKvMemory when ``kv_bytes`` is
+        less than one block.
+        """
+        file = open_gguf(path)
+        packed = pack_model(file, _context_length(file.config, options))
+        engine = cls(packed, options, "0" * 32)
+        engine._warm_up()
+        return engine
+
+    def new_sequence(self) -> KvSequence:
+        """An empty sequence. Release it when it is no longer needed."""
+        return KvSequence(self.pool)
+
+    def forward(self, chunks: Sequence[Chunk]) -> list[_F32]:
+        """Append each chunk's tokens to its sequence; returns each chunk's logits, float32 [n_logit_rows, vocab].
+
+        The rows of all chunks form one batch (or several, beyond ``max_batch_rows``). A sequence may occur once. Raises
+        ContextExceeded, InvalidTokens or OutOfKvMemory before anything is computed; no sequence has changed then.
+        """
+        self._check(chunks)
+        missing = sum(c.sequence.n_missing_blocks(c.sequence.n_rows + len(c.token_ids)) for c in chunks)
+        if missing > self.pool.n_free_blocks:
+            raise OutOfKvMemory(
+                f"the batch needs {missing} KV blocks and {self.pool.n_free_blocks} of {self.pool.n_blocks} are free; "
+                "release a sequence or give the engine more KV memory"
+            )
+        batch = _Batch(chunks, self.config)
+        for chunk in chunks:
+            chunk.sequence.reserve(chunk.sequence.n_rows + len(chunk.token_ids))
+        logits = np.empty((batch.n_logit_rows, -(-self.config.vocab_size // UNIT_ROWS) * UNIT_ROWS), np.float32)
+        for start in range(0, batch.n_rows, self.max_batch_rows):
+            self._run(batch, start, min(start + self.max_batch_rows, batch.n_rows), logits)
+        for chunk in chunks:
+            chunk.sequence.commit(chunk.sequence.n_rows + len(chunk.token_ids))
+        return batch.split(logits[:, : self.config.vocab_size])
+
+    def close(self) -> None:
+        """End the worker threads. The engine computes nothing afterwards."""
+        self._step["n_rows"] = 0
+        self._workers.stop()
+
+    def _run(self, batch: _Batch, start: int, stop: int, logits: _F32) -> None:
+        arrays = batch.describe(start, stop, self._step, logits)
+        self._workspace.counters[:] = 0
+        self._workers.announce()
+        forward(*self._records, 0, self.n_threads)
+        del arrays  # the step's record points into them until here
+
+    def _warm_up(self) -> None:
+        """Compile, or load from the cache, everything a step needs, and touch the weights once."""
+        sequence = self.new_sequence()
+        self.forward([Chunk(sequence, np.zeros(1, np.int32))])
+        sequence.release()
+
+    def _check(self, chunks: Sequence[Chunk]) -> None:
+        if len({id(chunk.sequence) for chunk in chunks}) != len(chunks):
+            raise InvalidTokens("a sequence occurs twice in one batch")
+        for chunk in chunks:
+            tokens = chunk.token_ids
+            if tokens.ndim != 1 or len(tokens) == 0:
+                raise InvalidTokens(f"a chunk holds at least one token, in one dimension; got shape {tokens.shape}")
+            if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+                raise InvalidTokens(
+                    f"token ids lie in 0 .. {self.config.vocab_size - 1}; got {tokens.min()} .. {tokens.max()}"
+                )
+            n_rows = chunk.sequence.n_rows + len(tokens)
+            if n_rows > self.context_length:
+                raise ContextExceeded(f"{n_rows} tokens are more than the context of {self.context_length} holds")
+
+
+def _context_length(config: ModelConfig, options: EngineOptions) -> int:
+    if options.context_length is None:
+        return config.context_length
+    return min(options.context_length, config.context_length)
+
+
+class _Batch:
+    """All rows of some chunks in a line, described by arrays that a step's record points into."""
+
+    def __init__(self, chunks: Sequence[Chunk], config: ModelConfig) -> None:
+        self._chunks = chunks
+        self._tile_tokens = tile_tokens(config.n_heads // config.n_kv_heads)
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        self._ends = np.cumsum(lengths, dtype=np.int64)
+        self.n_rows = int(self._ends[-1]) if lengths else 0
+        self._tokens = _joined([chunk.token_ids for chunk in chunks])
+        self._positions = _joined([np.arange(c.sequence.n_rows, c.sequence.n_rows + len(c.token_ids)) for c in chunks])
+        self._logit_counts = [{"none": 0, "last": 1, "all": n}[c.logits] for c, n in zip(chunks, lengths, strict=True)]
+        self._logit_rows = _joined(
+            [np.arange(end - n, end) for end, n in zip(self._ends, self._logit_counts, strict=True)]
+        )
+        self.n_logit_rows = len(self._logit_rows)
+
+    def describe(self, start: int, stop: int, step: NDArray[Any], logits: _F32) -> list[NDArray[Any]]:
+        """Fill in the step's record for rows [start, stop); returns the arrays that it points into."""
+        tables = [chunk.sequence.block_table for chunk in self._chunks]
+        first_logit, end_logit = np.searchsorted(self._logit_rows, [start, stop])
+        arrays = {
+            "tokens_at": self._tokens[start:stop],
+            "positions_at": self._positions[start:stop],
+            "block_tables_at": self._table_addresses(tables)[start:stop],
+            "tile_starts_at": self._tile_starts(start, stop),
+            "logit_rows_at": self._logit_rows[first_logit:end_logit] - np.int32(start),
+        }
+        for field, array in arrays.items():
+            step[field] = array.ctypes.data
+        step["n_rows"] = stop - start
+        step["n_tiles"] = len(arrays["tile_starts_at"]) - 1
+        step["n_logit_rows"] = end_logit - first_logit
+        step["logits_at"] = logits.ctypes.data + int(first_logit) * logits.strides[0]
+        return [*arrays.values(), *tables]
+
+    def split(self, logits: _F32) -> list[_F32]:
+        """Each chunk's own logits."""
+        ends = np.cumsum(self._logit_counts)
+        return [logits[end - n : end] for end, n in zip(ends, self._logit_counts, strict=True)]
+
+    def _table_addresses(self, tables: list[NDArray[np.int32]]) -> NDArray[np.int64]:
+        lengths = [len(chunk.token_ids) for chunk in self._chunks]
+        return np.repeat(np.array([table.ctypes.data for table in tables], dtype=np.int64), lengths)
+
+    def _tile_starts(self, start: int, stop: int) -> NDArray[np.int32]:
+        """First row, counted from ``start``, of every attention tile, and the end of the last."""
+        starts: list[int] = []
+        first = 0
+        for end in self._ends:
+            starts.extend(range(max(first, start), min(int(end), stop), self._tile_tokens))
+            first = int(end)
+        return np.array([*starts, stop], dtype=np.int32) - np.int32(start)
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[np.int32]:
+    return np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32)
+
+
+class _Workspace:
+    """The memory that steps work in, and the record that tells the jitted code where it lies."""
+
+    def __init__(self, config: ModelConfig, options: EngineOptions, pool: KvPool) -> None:
+        rows = options.max_batch_rows
+        query_size = config.n_heads * config.head_dim
+        self._arrays: list[NDArray[Any]] = []
+        self.record: NDArray[Any] = np.zeros(1, records.WORKSPACE)
+        self.record["hidden_at"] = self._take(rows * config.hidden_size * FLOAT_BYTES)
+        self.record["query_at"] = self._take(rows * query_size * FLOAT_BYTES)
+        self.record["normed_at"] = self._take(rows * activation_row_bytes(config.hidden_size))
+        self.record["attended_at"] = self._take(rows * activation_row_bytes(query_size))
+        self.record["gated_at"] = self._take(rows * activation_row_bytes(config.ffn_size))
+        self.record["kv_pool_at"] = pool.tiles.ctypes.data
+        self.counters = aligned_empty((config.n_layers * PHASES_PER_LAYER + 1) * CACHE_LINE)
+        self.record["counters_at"] = self.counters.ctypes.data
+        self.control = new_control()
+        self.record["control_at"] = self.control.ctypes.data
+        stride = self._lay_out_scratch(config, rows)
+        self.record["scratch_stride"] = stride
+        self.record["scratch_at"] = self._take(stride * options.n_threads)
+
+    def _lay_out_scratch(self, config: ModelConfig, rows: int) -> int:
+        """Set the offsets of one thread's scratch memory; returns its size."""
+        group = config.n_heads // config.n_kv_heads
+        tile_rows = max(TILE_ROWS, group)
+        one_row = max(2 * config.ffn_size, config.n_kv_heads * config.head_dim)
+        many_rows = rows * max(2 * UNIT_ROWS, config.head_dim)
+        sizes = {
+            "scratch_linear": max(one_row, many_rows) * FLOAT_BYTES,
+            "scratch_normed": PRIVATE_ROWS * activation_row_bytes(config.hidden_size),
+            "scratch_tile_query": tile_rows * config.head_dim * FLOAT_BYTES,
+            "scratch_tile_output": tile_rows * config.head_dim * FLOAT_BYTES,
+            "scratch_tile_scores": tile_rows * KV_BLOCK * FLOAT_BYTES,
+            "scratch_tile_sums": tile_rows * KV_BLOCK * FLOAT_BYTES,
+            "scratch_tile_maxima": tile_rows * FLOAT_BYTES,
+            "scratch_tile_rescales": tile_rows * FLOAT_BYTES,
+        }
+        offset = 0
+        for field, n_bytes in sizes.items():
+            self.record[field] = offset
+            offset += -(-n_bytes // CACHE_LINE) * CACHE_LINE
+        return offset
+
+    def _take(self, n_bytes: int) -> int:
+        array = aligned_empty(n_bytes)
+        self._arrays.append(array)
+        return int(array.ctypes.data)

@@ -1,0 +1,6 @@
+def use():
+    pass
+
+
+def publish():
+    pass

@@ -1,0 +1,217 @@
+"""What differs between processors: how many rows a weight group has and how an integer dot product is spelt.
+
+Everything a dot product returns is an exact integer, so which of these runs never shows in a result.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvferry.engine.kernels import ir_tools as t
+from kvferry.engine.kernels.ir_tools import Builder, Type, Value
+from kvferry.engine.kernels.layout import WEIGHTS_Q4, WEIGHTS_Q8
+
+
+class DotProduct(Protocol):
+    """Dot products of one weight group (R rows, lane = row) with 4 activation bytes at a time.
+
+    The accumulator is whatever the instructions need; ``finish`` makes it an int32 vector of R lanes. Weights arrive as
+    <4R x i8>: nibbles 0..15 for q4, int8 for q8. Activations lie in [-127, 127].
+    """
+
+    def start(self, builder: Builder, kind: int, sum_offset: Value) -> Value | None:
+        """The accumulator before the first step; ``sum_offset`` points at the block's -128 * sum."""
+
+    def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
+        """What can be computed once per weight vector and used for all tokens."""
+
+    def broadcast(self, builder: Builder, activations: Value) -> Value:
+        """The 4 bytes at the pointer, for every row."""
+
+    def step(self, builder: Builder, kind: int, total: Value | None, weights: Value, activations: Value) -> Value:
+        """The accumulator after 4 more k."""
+
+    def finish(self, builder: Builder, kind: int, total: Value) -> Value:
+        """<R x i32> with the block's dot product per row."""
+
+
+class Vnni:
+    """x86 vpdpbusd (unsigned x signed bytes, four products added to an int32). 16 rows with AVX-512, 8 with AVX-VNNI."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.total: Type = t.vector(t.I32, rows)
+        self.bytes: Type = t.vector(t.I8, 4 * rows)
+        self.intrinsic = f"llvm.x86.avx512.vpdpbusd.{32 * rows}"
+
+    def start(self, builder: Builder, kind: int, sum_offset: Value) -> Value:
+        if kind == WEIGHTS_Q4:
+            return t.constant(self.total, 0)
+        return t.splat(builder, t.load(builder, t.I32, sum_offset), self.rows)
+
+    def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
+        if kind == WEIGHTS_Q8:  # flipping the top bit adds 128, which start() has taken off again
+            weights = builder.xor(weights, t.constant(self.bytes, 0x80))
+        return builder.bitcast(weights, self.total)
+
+    def broadcast(self, builder: Builder, activations: Value) -> Value:
+        return t.splat(builder, t.load(builder, t.I32, activations), self.rows)
+
+    def step(self, builder: Builder, kind: int, total: Value, weights: Value, activations: Value) -> Value:
+        return t.call(builder, self.intrinsic, self.total, total, weights, activations)
+
+    def finish(self, builder: Builder, kind: int, total: Value) -> Value:
+        return total
+
+
+class Avx2:
+    """pmaddubsw (unsigned x signed bytes, pairs added in int16) and pmaddwd (pairs of int16 added in int32), 8 rows."""
+
+    def __init__(self) -> None:
+        self.bytes: Type = t.vector(t.I8, 32)
+        self.shorts: Type = t.vector(t.I16, 16)
+        self.total: Type = t.vector(t.I32, 8)
+
+    def start(self, builder: Builder, kind: int, sum_offset: Value) -> None:
+        return None
+
+    def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
+        if kind == WEIGHTS_Q4:
+            return weights
+        magnitude = t.call(builder, "llvm.abs.v32i8", self.bytes, weights, t.int_constant(0, t.I1))
+        return weights, magnitude
+
+    def broadcast(self, builder: Builder, activations: Value) -> Value:
+        return builder.bitcast(t.splat(builder, t.load(builder, t.I32, activations), 8), self.bytes)
+
+    def step(self, builder: Builder, kind: int, total: Value | None, weights: Value, activations: Value) -> Value:
+        if kind == WEIGHTS_Q4:
+            # The 8 steps of a block fit an int16: 8 * 2 * 15 * 127 = 30480.
+            return self._plus(builder, total, self._pair_products(builder, weights, activations))
+        # The weight's sign moves over to the activation; 2 * 128 * 127 = 32512 fits an int16.
+        signed, magnitude = weights
+        activations = t.call(builder, "llvm.x86.avx2.psign.b", self.bytes, activations, signed)
+        pairs = self._pair_products(builder, magnitude, activations)
+        return self._plus(builder, total, self._pair_sums(builder, pairs))
+
+    def finish(self, builder: Builder, kind: int, total: Value) -> Value:
+        return self._pair_sums(builder, total) if kind == WEIGHTS_Q4 else total
+
+    def _plus(self, builder: Builder, total: Value | None, term: Value) -> Value:
+        return term if total is None else builder.add(total, term)
+
+    def _pair_products(self, builder: Builder, unsigned: Value, signed: Value) -> Value:
+        return t.call(builder, "llvm.x86.avx2.pmadd.ub.sw", self.shorts, unsigned, signed)
+
+    def _pair_sums(self, builder: Builder, shorts: Value) -> Value:
+        return t.call(builder, "llvm.x86.avx2.pmadd.wd", self.total, shorts, t.constant(self.shorts, 1))
+
+
+class NeonDot:
+    """AArch64 sdot (signed bytes, four products added to an int32); 8 rows are two registers."""
+
+    def __init__(self) -> None:
+        self.bytes: Type = t.vector(t.I8, 16)
+        self.total: Type = t.vector(t.I32, 4)
+
+    def start(self, builder: Builder, kind: int, sum_offset: Value) -> Value:
+        return t.constant(self.total, 0), t.constant(self.total, 0)
+
+    def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
+        return t.shuffle(builder, weights, list(range(16))), t.shuffle(builder, weights, list(range(16, 32)))
+
+    def broadcast(self, builder: Builder, activations: Value) -> Value:
+        return builder.bitcast(t.splat(builder, t.load(builder, t.I32, activations), 4), self.bytes)
+
+    def step(self, builder: Builder, kind: int, total: Value, weights: Value, activations: Value) -> Value:
+        low, high = (
+            t.call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", self.total, part, rows, activations)
+            for part, rows in zip(total, weights, strict=True)
+        )
+        return low, high
+
+    def finish(self, builder: Builder, kind: int, total: Value) -> Value:
+        return t.concatenate(builder, *total)
+
+
+class GenericDot:
+    """Plain IR for any processor, 8 rows: each byte widened and multiplied. Slow; the yardstick for the others."""
+
+    def __init__(self) -> None:
+        self.total: Type = t.vector(t.I32, 8)
+
+    def start(self, builder: Builder, kind: int, sum_offset: Value) -> Value:
+        return t.constant(self.total, 0)
+
+    def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
+        columns = [t.shuffle(builder, weights, [4 * row + c for row in range(8)]) for c in range(4)]
+        return [builder.sext(column, self.total) for column in columns]
+
+    def broadcast(self, builder: Builder, activations: Value) -> Value:
+        each = [t.load(builder, t.I8, t.beyond(builder, activations, c), 1) for c in range(4)]
+        return [t.splat(builder, builder.sext(byte, t.I32), 8) for byte in each]
+
+    def step(self, builder: Builder, kind: int, total: Value, weights: Value, activations: Value) -> Value:
+        for column, activation in zip(weights, activations, strict=True):
+            total = builder.add(total, builder.mul(column, activation))
+        return total
+
+    def finish(self, builder: Builder, kind: int, total: Value) -> Value:
+        return total
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """One way to emit the kernels.
+
+    ``group_rows``: weight rows per group, one per lane. ``float_lanes``: lanes of a float32 register. ``pin_class``: the
+    inline-asm register class for pinning integer accumulators, or None where LLVM's own schedule does not spill.
+    """
+
+    name: str
+    dot: DotProduct
+    group_rows: int
+    float_lanes: int
+    pin_class: str | None
+    linear_tokens: int  # tokens and weight groups of the large linear tile
+    linear_groups: int
+    attention_rows: int  # query rows of the large attention tiles
+
+
+INSTRUCTION_SETS: Final = {
+    "avx512vnni": InstructionSet("avx512vnni", Vnni(16), 16, 16, None, 8, 1, 12),
+    "avxvnni": InstructionSet("avxvnni", Vnni(8), 8, 8, None, 4, 2, 3),
+    "avx2": InstructionSet("avx2", Avx2(), 8, 8, "x", 4, 2, 3),
+    "neon-dotprod": InstructionSet("neon-dotprod", NeonDot(), 8, 4, None, 4, 2, 3),
+    "generic": InstructionSet("generic", GenericDot(), 8, 8, None, 4, 2, 3),
+}
+
+KERNEL_PATH_VARIABLE: Final = "KVFERRY_KERNEL_PATH"
+
+
+def choose_instruction_set(machine: str, features: set[str]) -> str:
+    """The fastest path that a processor with these LLVM feature names runs."""
+    if machine in {"x86_64", "AMD64"} and {"avx2", "fma", "f16c"} <= features:
+        if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"} <= features:
+            return "avx512vnni"
+        return "avxvnni" if "avxvnni" in features else "avx2"
+    if machine in {"aarch64", "arm64"} and "dotprod" in features:
+        return "neon-dotprod"
+    return "generic"
+
+
+def host_instruction_set() -> InstructionSet:
+    """The path for this machine, or the one that the environment variable KVFERRY_KERNEL_PATH names."""
+    from llvmlite import binding  # noqa: PLC0415 - only needed here, once
+
+    asked = os.environ.get(KERNEL_PATH_VARIABLE)
+    if asked is None:
+        features = {name for name, present in binding.get_host_cpu_features().items() if present}
+        asked = choose_instruction_set(platform.machine(), features)
+    if asked not in INSTRUCTION_SETS:
+        known = ", ".join(INSTRUCTION_SETS)
+        raise ValueError(f"{KERNEL_PATH_VARIABLE}={asked!r} names no kernel path; use one of {known}")
+    return INSTRUCTION_SETS[asked]

@@ -1,0 +1,77 @@
+"""The plain records that describe a model, its workspace and one step to the jitted code.
+
+Each is a numpy structured array of length 1 (``LAYER``: one per layer), passed as it is: jitted code reads the fields
+by name. ``*_at`` fields are addresses; whoever fills them in keeps the arrays behind them alive.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+MODEL: Final = np.dtype(
+    [
+        ("n_layers", np.int64),
+        ("hidden_size", np.int64),
+        ("ffn_size", np.int64),
+        ("n_heads", np.int64),
+        ("n_kv_heads", np.int64),
+        ("head_dim", np.int64),
+        ("vocab_size", np.int64),
+        ("rms_eps", np.float32),
+        ("query_scale", np.float32),  # 1 / sqrt(head_dim), multiplied into q after rope
+        ("embedding_at", np.int64),  # packed weights [vocab, hidden]
+        ("embedding_kind", np.int64),
+        ("output_norm_at", np.int64),  # float32 [hidden]
+        ("head_at", np.int64),  # packed weights [vocab, hidden]
+        ("head_kind", np.int64),
+        ("rope_at", np.int64),  # float32 [context_length, 2, head_dim / 2]: cosines, sines
+    ]
+)
+
+LAYER: Final = np.dtype(
+    [("attention_norm_at", np.int64), ("ffn_norm_at", np.int64)]
+    + [
+        (f"{tensor}_{field}", np.int64)
+        for tensor in ("q", "k", "v", "o", "gate", "up", "down")
+        for field in ("at", "kind")
+    ]
+)
+
+WORKSPACE: Final = np.dtype(
+    [
+        ("hidden_at", np.int64),  # float32 [rows, hidden]: the residual stream
+        ("query_at", np.int64),  # float32 [rows, n_heads * head_dim], roped and scaled
+        ("normed_at", np.int64),  # activation rows [rows] of hidden elements
+        ("attended_at", np.int64),  # activation rows [rows] of n_heads * head_dim elements
+        ("gated_at", np.int64),  # activation rows [rows] of ffn elements
+        ("counters_at", np.int64),  # int64, one cache line each: how much of a phase is taken
+        ("scratch_at", np.int64),  # one region per thread, ``scratch_stride`` bytes each; offsets in a region:
+        ("scratch_stride", np.int64),
+        ("scratch_linear", np.int64),  # float32: a linear layer's outputs on their way through one thread
+        ("scratch_normed", np.int64),  # activation rows of hidden elements, when every thread norms for itself
+        ("scratch_tile_query", np.int64),  # float32 [tile rows, head_dim]
+        ("scratch_tile_output", np.int64),  # float32 [tile rows, head_dim]
+        ("scratch_tile_scores", np.int64),  # float32 [tile rows, 32]
+        ("scratch_tile_sums", np.int64),  # float32 [tile rows, 32]
+        ("scratch_tile_maxima", np.int64),  # float32 [tile rows]
+        ("scratch_tile_rescales", np.int64),  # float32 [tile rows]
+        ("kv_pool_at", np.int64),  # blocks of [n_layers, 2, n_kv_heads] tiles
+        ("control_at", np.int64),  # threads.py: barrier, generation, sleepers
+    ]
+)
+
+STEP: Final = np.dtype(
+    [
+        ("n_rows", np.int64),
+        ("tokens_at", np.int64),  # int32 [n_rows]
+        ("positions_at", np.int64),  # int32 [n_rows]
+        ("block_tables_at", np.int64),  # int64 [n_rows]: address of the row's sequence's int32 block numbers
+        ("n_tiles", np.int64),
+        ("tile_starts_at", np.int64),  # int32 [n_tiles + 1]: rows of one sequence that attention takes together
+        ("n_logit_rows", np.int64),
+        ("logit_rows_at", np.int64),  # int32 [n_logit_rows]: which rows get logits
+        ("logits_at", np.int64),  # float32 [n_logit_rows, vocab]
+    ]
+)
