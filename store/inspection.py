@@ -11,7 +11,8 @@ import numpy as np
 from kvferry.store import vlkv
 from kvferry.store.errors import SnapshotRejected, os_errors_mapped
 from kvferry.store.fs import FileSystem
-from kvferry.store.geometry import KvGeometry, Rows
+from kvferry.store.geometry import KvGeometry, Rows, TokenIds
+from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.reader import RowBuffers, open_regular, open_snapshot, read_exactly
 
 
@@ -86,28 +87,15 @@ def _value(name: str, raw: bytes) -> str:
 class Snapshot:
     """A whole snapshot in memory: token_ids int32 [n], k and v float32 [layers, n, kv_dim]."""
 
-    token_ids: np.typing.NDArray[np.int32]
+    token_ids: TokenIds
     k: Rows
     v: Rows
-
-
-class RowCollector:
-    """A sink that keeps all rows: k and v, float32 [layers, n, kv_dim]."""
-
-    def __init__(self, geometry: KvGeometry, n_rows: int) -> None:
-        self.k: Rows = np.empty((geometry.n_layers, n_rows, geometry.kv_dim), np.float32)
-        self.v: Rows = np.empty_like(self.k)
-
-    def write_rows(self, layer: int, start: int, k: Rows, v: Rows) -> None:
-        """Takes rows start..start+n-1 of a layer."""
-        self.k[layer, start : start + len(k)] = k
-        self.v[layer, start : start + len(v)] = v
 
 
 def load_snapshot(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> Snapshot:
     """Reads a snapshot whole, after every check. Raises SnapshotRejected, SnapshotGone, StoreUnavailable, StoreFull."""
     with os_errors_mapped("read", path), open_snapshot(fs, path, expected) as snapshot:
         snapshot.check(vocab_size, path.name)
-        rows = RowCollector(snapshot.geometry, snapshot.n_tokens)
+        rows = MemoryRows.empty(snapshot.geometry, snapshot.n_tokens)
         snapshot.restore(snapshot.n_tokens, rows, RowBuffers(snapshot.geometry))
         return Snapshot(snapshot.token_ids(), rows.k, rows.v)

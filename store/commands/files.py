@@ -133,8 +133,8 @@ def dump(
 ) -> None:
     """Write a snapshot's rows as arrays: token_ids int32 [n], k and v float32 [layers, n, kv_dim]. Takes its size in
     memory."""
-    from safetensors import SafetensorError  # noqa: PLC0415 -- only this command needs it
-    from safetensors.numpy import save_file  # noqa: PLC0415 -- as above
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
 
     rows = load_snapshot(PosixFileSystem(), file, *parts(chosen_shape(model, geometry, vocab_size)))
     try:

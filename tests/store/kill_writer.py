@@ -1,0 +1,142 @@
+"""Forks writers, kills them, and looks at what they leave. Run as a process of its own: `kill_writer.py ROOT MODE N
+SEED`.
+
+MODE "random": N kills at random instants. MODE "calls": a kill before each file system call of a save, one call after
+the other. Prints a JSON object of counts; a torn file, wrong rows or a lost old file are counted, not raised.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+
+from kvferry.store.errors import SnapshotRejected
+from kvferry.store.faults import FaultyFileSystem
+from kvferry.store.fs import FileSystem, PosixFileSystem
+from kvferry.store.geometry import KvGeometry
+from kvferry.store.inspection import load_snapshot
+from kvferry.store.memory_rows import MemoryRows
+from kvferry.store.snapshot_store import SnapshotStore
+
+GEOMETRY = KvGeometry(4, 2, 32)
+N_TOKENS = 200
+MAX_FILES = 12
+VOCAB = 1 << 20
+COUNTED = (
+    "kills",
+    "finished",
+    "seen",
+    "torn",
+    "wrong",
+    "lost",
+    "temps_left",
+    "temps_after_reap",
+    "refused_after_start",
+)
+
+
+def ids_of(number: int) -> np.ndarray:
+    return np.arange(number, number + N_TOKENS, dtype=np.int32)
+
+
+def rows_of(number: int) -> MemoryRows:
+    shape = (GEOMETRY.n_layers, N_TOKENS, GEOMETRY.kv_dim)
+    k = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + number
+    return MemoryRows(k, -k)
+
+
+def open_store(root: Path, fs: FileSystem | None = None) -> SnapshotStore:
+    return SnapshotStore(root, "kill", GEOMETRY, VOCAB, 1 << 30, MAX_FILES, "node-1", trash_grace_s=0, fs=fs)
+
+
+def write_until_killed(root: Path, first: int) -> None:
+    store = open_store(root)
+    for number in itertools.count(first):
+        store.publish(ids_of(number), rows_of(number))
+
+
+def kill_before_call(root: Path, number: int, n_calls: int) -> None:
+    left = itertools.count(n_calls, -1)
+
+    def die(_: str) -> None:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    open_store(root, FaultyFileSystem(on_call=die)).publish(ids_of(number), rows_of(number))
+
+
+def look(root: Path, counts: dict[str, int]) -> None:
+    """Judges every file that has a final name, rows included; then starts again and reaps."""
+    folder = root / "kill"
+    for path in folder.glob("*.kv"):
+        try:
+            found = load_snapshot(PosixFileSystem(), path, GEOMETRY, VOCAB)
+        except SnapshotRejected:
+            counts["torn"] += 1
+            continue
+        wanted = rows_of(int(found.token_ids[0]))
+        counts["wrong"] += not (np.array_equal(found.k, wanted.k) and np.array_equal(found.v, wanted.v))
+        counts["seen"] += 1
+    counts["temps_left"] += len(list(folder.glob("*.tmp")))
+    store = open_store(root)
+    store.reap()
+    store.refresh()
+    counts["temps_after_reap"] += len(list(folder.glob("*.tmp")))
+    counts["refused_after_start"] += len(store.refused())
+
+
+def main() -> None:
+    root, mode, n_kills, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    names = (
+        "kills",
+        "finished",
+        "seen",
+        "torn",
+        "wrong",
+        "lost",
+        "temps_left",
+        "temps_after_reap",
+        "refused_after_start",
+    )
+    counts = dict.fromkeys(names, 0)
+    moments = random.Random(seed)
+    store = open_store(root)
+    store.reap()
+    foreign = store.path / f"kv_{0:016x}.kv.node-2.{uuid4().hex}.1000.tmp"
+    foreign.write_bytes(b"another node is writing this")
+    started = time.monotonic()
+    for number in range(MAX_FILES):
+        store.publish(ids_of(number), rows_of(number))
+    save_s = (time.monotonic() - started) / MAX_FILES
+    for kill in range(n_kills):
+        child = os.fork()
+        if child == 0:
+            if mode == "random":
+                write_until_killed(root, 1000 * (kill + 1))
+            else:
+                kill_before_call(root, 1000 * (kill + 1), kill)
+            os._exit(0)
+        if mode == "random":
+            time.sleep(moments.uniform(0, 3 * save_s))
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        counts["kills" if os.WIFSIGNALED(status) else "finished"] += 1
+        # one was evicted for the save that was killed, one gives its place to the save of node-2
+        counts["lost"] += max(0, MAX_FILES - 2 - len(list((root / "kill").glob("*.kv"))))
+        look(root, counts)
+        if mode == "calls" and os.WIFEXITED(status):
+            break
+    counts["foreign_temp_kept"] = foreign.exists()
+    print(json.dumps(counts))
+
+
+main()

@@ -1,0 +1,59 @@
+"""Promises 1 and 10: SIGKILL of a writer at any instant tears nothing that can be seen, and what it leaves is gone
+after a start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WRITER = Path(__file__).with_name("kill_writer.py")
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+def _run(root: Path, mode: str, n_kills: int, seed: int) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, str(WRITER), str(root), mode, str(n_kills), str(seed)],
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    counts: dict[str, int] = json.loads(done.stdout)
+    return counts
+
+
+def _assert_unharmed(counts: dict[str, int]) -> None:
+    assert counts["torn"] == 0
+    assert counts["wrong"] == 0
+    assert counts["lost"] == 0
+    assert counts["refused_after_start"] == 0
+    assert counts["temps_after_reap"] == counts["kills"] + counts["finished"]  # the foreign one, each time
+    assert counts["foreign_temp_kept"]
+    assert counts["temps_left"] > counts["temps_after_reap"]  # the kills did hit saves in progress
+
+
+def test_200_kills_at_random_instants_tear_nothing(tmp_path: Path) -> None:
+    counts = _run(tmp_path, "random", 200, seed=1)
+    assert counts["kills"] == 200
+    _assert_unharmed(counts)
+
+
+@pytest.mark.slow
+def test_1000_kills_at_random_instants_tear_nothing(tmp_path: Path) -> None:
+    counts = _run(tmp_path, "random", 1000, seed=2)
+    assert counts["kills"] == 1000
+    _assert_unharmed(counts)
+
+
+def test_a_kill_before_each_single_call_of_a_save_tears_nothing(tmp_path: Path) -> None:
+    counts = _run(tmp_path, "calls", 1000, seed=3)
+    assert counts["finished"] == 1
+    assert counts["kills"] > 15
+    _assert_unharmed(counts)
