@@ -121,6 +121,10 @@ class StoreUnavailable(Unavailable):
     code = "store_unavailable"
 
 
+class RegistryUnavailable(Unavailable):
+    code = "registry_unavailable"
+
+
 class PlacementsExhausted(Unavailable):
     code = "placements_exhausted"
 

@@ -17,7 +17,7 @@ from typing import Final
 from kvferry.client.cli import main
 
 ORPHAN_GRACE_S: Final = 10.0
-"""A node saves its resident sessions when it is told to stop; on a laptop that takes well under a second."""
+"""A node that is told to stop saves its sessions, within a second on a laptop; nobody waits for this one any more."""
 
 
 def watch_parent(pipe_fd: int) -> None:

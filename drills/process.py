@@ -17,8 +17,8 @@ from kvferry.drills.errors import ProcessFailed
 READY_S: Final = 120.0
 """A node compiles its kernels at its first start ever: some ten seconds here, a minute on a slow board."""
 
-STOP_S: Final = 20.0
-"""A node drains and saves; then it is ended by force."""
+STOP_S: Final = 35.0
+"""A node drains and saves within 30 s, in practice within one; then it is ended by force."""
 
 KILL_S: Final = 10.0
 """SIGKILL works at once, save for a process inside an uninterruptible disk wait."""

@@ -100,7 +100,8 @@ async def test_deleting_again_after_a_lost_reply_is_no_error(client, coordinator
 
 
 def test_every_code_that_a_client_can_meet_has_its_class():
-    for code in status.STATUS_OF.keys() - {"stale_epoch", "stale_coordinator", "lease_lost"}:  # between our processes
+    between_our_processes = {"stale_epoch", "stale_coordinator", "lease_lost", "node_id_taken"}
+    for code in status.STATUS_OF.keys() - between_our_processes:
         assert errors.CLASS_OF[code].code == code
 
 

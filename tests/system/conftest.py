@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.drills.cluster import LocalCluster
+from kvferry.drills.model import DEFAULT_MODEL, ensure_model
+
+from .rig import Control, options
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    """The real model, fetched when it is not in the cache."""
+    ensure_model(DEFAULT_MODEL)
+    return DEFAULT_MODEL
+
+
+@pytest.fixture(scope="session")
+def control(model, tmp_path_factory) -> Iterator[Control]:
+    """The truth: one node that nobody disturbs, with a store of its own."""
+    with LocalCluster(options(model, tmp_path_factory.mktemp("control"), n_nodes=1)) as cluster:
+        yield Control(cluster)
+
+
+@pytest.fixture(scope="module")
+def cluster(model, tmp_path_factory) -> Iterator[LocalCluster]:
+    """Three nodes; tests put right what they broke (`ensure_all_live`)."""
+    with LocalCluster(options(model, tmp_path_factory.mktemp("cluster"))) as cluster:
+        yield cluster

@@ -1,0 +1,114 @@
+"""The board that answers loses its power: the same stream goes on elsewhere, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvferry.client.sdk import Client, Sampling
+from kvferry.drills.conversation import TurnRequest, hold_turn
+from kvferry.drills.demo import conversation
+
+from .rig import Strike, options, placed_on, positions, question
+
+
+def kill_at_random_tokens(cluster, control, seed: int, n_kills: int) -> None:
+    def length(number: int) -> int:
+        return len(control.answer(question(number)).received)
+
+    with Client(cluster.address) as client:
+        for number, after_token in positions(seed, n_kills, length):
+            turn, strike = question(number), Strike(after_token, cluster.kill_node)
+            session = client.create_session()
+            log = hold_turn(session, turn, strike)
+            assert strike.done, (number, after_token)
+            control.assert_same([turn], [log.record], session)
+            # it may have sent its last token before it died; else another one went on
+            assert len(set(placed_on(log))) > 1 or after_token > len(log.record.received) - 4, (number, after_token)
+            cluster.ensure_all_live()
+
+
+def test_killed_at_twelve_random_tokens_nothing_is_lost_twice_or_different(cluster, control):
+    kill_at_random_tokens(cluster, control, seed=12, n_kills=12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_at_fifty_random_tokens_nothing_is_lost_twice_or_different(cluster, control):
+    kill_at_random_tokens(cluster, control, seed=50, n_kills=50)
+
+
+def test_killed_twice_in_one_answer(cluster, control):
+    cluster.ensure_all_live()
+    turn = question(0)
+    first, second = Strike(8, cluster.kill_node), Strike(40, cluster.kill_node)
+
+    def strike(log, event):
+        first(log, event)
+        second(log, event)
+
+    with Client(cluster.address) as client:
+        session = client.create_session()
+        log = hold_turn(session, turn, strike)
+        control.assert_same([turn], [log.record], session)
+    assert len(set(placed_on(log))) == 3
+    cluster.ensure_all_live()
+
+
+def test_the_other_node_restores_what_the_dead_one_had_published(cluster, control):
+    cluster.ensure_all_live()
+    turns = conversation(seed=3)[:2]
+    strike = Strike(10, cluster.kill_node)
+    with Client(cluster.address) as client:
+        session = client.create_session()
+        first = hold_turn(session, turns[0])
+        wait_for_snapshot(client)
+        second = hold_turn(session, turns[1], strike)
+        control.assert_same(turns, [first.record, second.record], session)
+    before, after = second.placements[0].prefix, second.placements[-1].prefix
+    assert before.n_resident > 600
+    assert after.n_restored > 600
+    assert after.n_computed < 150
+    cluster.ensure_all_live()
+
+
+def test_killed_ten_times_right_after_a_turn_while_it_publishes(model, control, tmp_path):
+    """Whatever the kill leaves in the store, the conversation goes on with the same tokens, and no file is torn."""
+    from kvferry.drills.cluster import LocalCluster
+
+    text = conversation(seed=0)[0].text
+    turns = [TurnRequest(text if i == 0 else f"And then? ({i})", 12, Sampling()) for i in range(10)]
+    rng = random.Random(10)
+    with LocalCluster(options(model, tmp_path, n_nodes=2)) as cluster, Client(cluster.address) as client:
+        session = client.create_session()
+        records = []
+        for turn in turns:
+            log = hold_turn(session, turn)
+            records.append(log.record)
+            time.sleep(rng.uniform(0, 0.12))
+            cluster.kill_node(placed_on(log)[-1])
+            assert_no_torn_file(cluster, model)
+            cluster.ensure_all_live()
+        control.assert_same(turns, records, session)
+    assert not list((tmp_path / "store").rglob("*.tmp"))
+
+
+def wait_for_snapshot(client: Client) -> None:
+    n_before = 0
+    for _ in range(300):
+        status = client.status()
+        if status.n_snapshots > n_before:
+            return
+        time.sleep(0.02)
+    raise AssertionError("nothing was published within six seconds")
+
+
+def assert_no_torn_file(cluster, model: str) -> None:
+    for path in (cluster.directory / "store").rglob("kv_*.kv"):
+        command = [sys.executable, "-m", "kvferry.client.cli", "kv", "verify", str(path)]
+        checked = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stderr
