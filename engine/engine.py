@@ -12,18 +12,26 @@ from numpy.typing import NDArray
 
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.errors import ContextExceeded, InvalidTokens, OutOfKvMemory
+from kvferry.engine.files.digest import file_sha256
 from kvferry.engine.files.gguf_file import open_gguf
+from kvferry.engine.fingerprint import fingerprint
 from kvferry.engine.kernels import records
 from kvferry.engine.kernels.attention import TILE_ROWS, tile_tokens
 from kvferry.engine.kernels.forward import PHASES_PER_LAYER, PRIVATE_ROWS, forward, serve_steps
 from kvferry.engine.kernels.intrinsics import ISA
 from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, activation_row_bytes
 from kvferry.engine.kernels.linear import UNIT_ROWS
+from kvferry.engine.kernels.version import NUMERICS_VERSION
 from kvferry.engine.kv_cache import KvGeometry, KvPool, KvSequence
 from kvferry.engine.packing import PackedModel, aligned_empty, pack_model
+from kvferry.engine.text.model import TextModel
 from kvferry.engine.threads import WorkerThreads, new_control
 
 _F32 = NDArray[np.float32]
+
+# How weights and activations are held; part of the fingerprint, since it decides what rows are computed.
+QUANT_RECIPE: Final = "weights as stored, q4_0/q4_1/q8_0; activations int8 in blocks of 32, scale absmax/127"
+KV_KIND: Final = "f32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +57,10 @@ class Chunk:
 class Engine:
     """Not thread-safe: one thread at a time may call ``forward``. Sequences may be read and released from others."""
 
-    def __init__(self, packed: PackedModel, options: EngineOptions, fingerprint: str) -> None:
+    def __init__(self, packed: PackedModel, options: EngineOptions, model_fingerprint: str) -> None:
         config = packed.config
         self.config: Final = config
-        self.fingerprint: Final = fingerprint
+        self.fingerprint: Final = model_fingerprint
         self.kernel_path: Final = ISA.name
         self.n_threads: Final = options.n_threads
         self.context_length: Final = _context_length(config, options)
@@ -78,7 +86,7 @@ class Engine:
         """
         file = open_gguf(path)
         packed = pack_model(file, _context_length(file.config, options))
-        engine = cls(packed, options, "0" * 32)
+        engine = cls(packed, options, _fingerprint(path, file.config))
         engine._warm_up()
         return engine
 
@@ -147,6 +155,17 @@ def _context_length(config: ModelConfig, options: EngineOptions) -> int:
     if options.context_length is None:
         return config.context_length
     return min(options.context_length, config.context_length)
+
+
+def _fingerprint(path: Path, config: ModelConfig) -> str:
+    return fingerprint(
+        weights_sha256=file_sha256(path),
+        config=config,
+        quant_recipe=QUANT_RECIPE,
+        tokenizer_digest=TextModel.load(path).digest,
+        kv_kind=KV_KIND,
+        numerics_version=NUMERICS_VERSION,
+    )
 
 
 class _Batch:
