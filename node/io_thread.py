@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kvferry.engine.errors import OutOfKvMemory
 from kvferry.engine.kv_cache import KvSequence
 from kvferry.node.errors import StoreDown
-from kvferry.node.messages import Published, PublishDone, PublishRequest, RestoreDone, RestoreRequest
+from kvferry.node.messages import PublishDone, Published, PublishRequest, RestoreDone, RestoreRequest
 from kvferry.node.refusals import refused_prefixes
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError
 from kvferry.store.snapshot_store import Match, SnapshotStore

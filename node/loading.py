@@ -51,7 +51,8 @@ def load_serving(
         )
         _start(io)
     threads.append(_make_engine_thread(config, engine, io, loop, on_fatal))
-    return Serving(identity=_identity(config, engine, TextModel.load(path), boot_id, version), engine=threads[0], io=io)
+    identity = _identity(config, engine, TextModel.load(path), boot_id, version)
+    return Serving(identity=identity, engine=threads[0], io=io, close_engine=engine.close)
 
 
 def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:

@@ -98,7 +98,7 @@ class RowMemory:
     def make_room(self, n_blocks: int) -> Room:
         """Free that many more blocks by letting idle sessions go, the least recently used first."""
         n_wanted = self._pool.n_free_blocks + n_blocks
-        while self._pool.n_free_blocks < n_wanted:
+        while self._pool.n_free_blocks + self.publisher.n_blocks_coming < n_wanted:
             oldest = self.sessions.oldest()
             if oldest is None:
                 break
@@ -130,6 +130,6 @@ class RowMemory:
             and not victim.publish_failed
             and not self.publisher.is_asked(victim.session_id)
         ):
-            self.publisher.publish(victim.session_id, victim.token_ids, victim.sequence)
+            self.publisher.publish_last(victim)
         else:
             victim.sequence.release()

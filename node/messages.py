@@ -147,6 +147,7 @@ class PublishRequest:
     session_id: str
     token_ids: NDArray[np.int32]  # [sequence.n_rows]
     sequence: KvSequence
+    n_blocks_freed: int  # when it is done: those of a session that left memory, none of one that stays
     replies: list[Reply[Published]] = field(default_factory=list)
 
 

@@ -190,8 +190,11 @@ class Node:
 
 
 def _end_threads(serving: Serving) -> bool:
-    ended = serving.engine.close(THREAD_END_SECONDS)
-    return (serving.io is None or serving.io.close(THREAD_END_SECONDS)) and ended
+    """False when a thread hangs."""
+    if not serving.engine.close(THREAD_END_SECONDS):
+        return False
+    serving.close_engine()
+    return serving.io is None or serving.io.close(THREAD_END_SECONDS)
 
 
 def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:

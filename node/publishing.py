@@ -62,6 +62,11 @@ class Publisher:
         """Publishes that have not ended."""
         return len(self._asked)
 
+    @property
+    def n_blocks_coming(self) -> int:
+        """Blocks that come free when the publishes have ended, at most: some may be shared with others."""
+        return sum(request.n_blocks_freed for request in self._asked.values())
+
     def is_asked(self, session_id: str) -> bool:
         """Whether a publish of the session has not ended."""
         return any(request.session_id == session_id for request in self._asked.values())
@@ -75,14 +80,23 @@ class Publisher:
     def publish_fork(self, owner: RowOwner, reply: Reply[Published] | None = None) -> None:
         """Publish what a session has now; it may go on meanwhile."""
         fork = fork_rows(owner.sequence, owner.sequence.n_rows, self._block_size)
-        self.publish(owner.session_id, owner.tokens_with_rows()[: fork.n_rows], fork, reply)
+        self._publish(owner.session_id, owner.tokens_with_rows()[: fork.n_rows], fork, 0, reply)
 
-    def publish(
-        self, session_id: str, token_ids: NDArray[np.int32], sequence: KvSequence, reply: Reply[Published] | None = None
+    def publish_last(self, resident: Resident) -> None:
+        """Publish a session that leaves memory; its rows are ours from now on."""
+        self._publish(resident.session_id, resident.token_ids, resident.sequence, resident.sequence.n_blocks, None)
+
+    def _publish(
+        self,
+        session_id: str,
+        token_ids: NDArray[np.int32],
+        sequence: KvSequence,
+        n_blocks_freed: int,
+        reply: Reply[Published] | None,
     ) -> None:
-        """Publish a sequence that is ours from now on; token_ids int32 [sequence.n_rows]."""
         self._n_requests += 1
-        request = PublishRequest(self._n_requests, session_id, token_ids, sequence, [] if reply is None else [reply])
+        replies = [] if reply is None else [reply]
+        request = PublishRequest(self._n_requests, session_id, token_ids, sequence, n_blocks_freed, replies)
         self._asked[request.request_id] = request
         if self._io is None:
             self._fail(request, "this node has no store; give it one with --store")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.engine.config import ModelConfig
@@ -41,6 +41,7 @@ class Serving:
     identity: Identity
     engine: EngineThread
     io: IoThread | None
+    close_engine: Callable[[], None]
 
     def store_error(self) -> str:
         """What is wrong with the store; empty when nothing is, or when there is none to go wrong."""

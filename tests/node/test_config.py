@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.node.config import load_config
+from kvferry.node.errors import ConfigInvalid
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('model = "from-file"\nmax_running = 3\nmax_queued = 5\nkv_memory = "2GiB"\n')
+    monkeypatch.setenv("KVFERRY_NODE_MAX_RUNNING", "4")
+    monkeypatch.setenv("KVFERRY_NODE_MODEL", "from-environment")
+    config = load_config({"model": "from-flag", "store": None}, file)
+    assert (config.model, config.max_running, config.max_queued) == ("from-flag", 4, 5)
+    assert int(config.kv_memory) == 2 << 30
+
+
+def test_all_problems_are_named_at_once() -> None:
+    flags = {
+        "listen": "nowhere",
+        "coordinator": "host:99999",
+        "node_id": "Not A Name",
+        "threads": -1,
+        "kv_memory": "much",
+        "context": 3,
+        "restore_deadline_seconds": float("nan"),
+    }
+    with pytest.raises(ConfigInvalid) as caught:
+        load_config(flags)
+    sentence = str(caught.value)
+    assert "model is missing" in sentence
+    assert "'nowhere' is not HOST:PORT" in sentence
+    for name in ("coordinator", "node-id", "threads", "kv-memory", "context", "restore-deadline-seconds"):
+        assert name in sentence
+
+
+def test_an_unknown_setting_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('model = "m"\nmax_runing = 3\n')
+    with pytest.raises(ConfigInvalid, match="max-runing is no setting of a node"):
+        load_config({}, file)
+
+
+@pytest.mark.parametrize(("text", "says"), [("model = ", "is not TOML"), (None, "cannot be read")])
+def test_a_file_that_is_none_is_named(tmp_path: Path, text: str | None, says: str) -> None:
+    file = tmp_path / "node.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigInvalid, match=says):
+        load_config({"model": "m"}, file)
+
+
+def test_it_is_frozen() -> None:
+    config = load_config({"model": "m"})
+    with pytest.raises(ValueError, match="frozen"):
+        config.threads = 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "address"),
+    [
+        ({}, "127.0.0.1:7"),
+        ({"listen": "10.0.0.2:0"}, "10.0.0.2:7"),
+        ({"listen": "0.0.0.0:0", "advertise": "board1"}, "board1:7"),
+        ({"listen": "0.0.0.0:0", "advertise": "board1:9000"}, "board1:9000"),
+        ({"listen": "[::1]:0"}, "[::1]:7"),
+        ({"listen": "[::1]:0", "advertise": "[fe80::1]:80"}, "[fe80::1]:80"),
+    ],
+)
+def test_the_advertised_address_can_be_reached(flags: dict[str, str], address: str) -> None:
+    assert load_config({"model": "m"} | flags).advertised(7) == address
+
+
+def test_listening_everywhere_needs_an_address_to_advertise() -> None:
+    with pytest.raises(ConfigInvalid, match="set advertise"):
+        load_config({"model": "m", "listen": "0.0.0.0:0", "coordinator": "c:1"})

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.node import fencing
+from kvferry.node.errors import Draining, LeaseLost, StaleCoordinator, StaleEpoch
+from kvferry.node.fencing import Fence
+
+
+@given(epochs=st.lists(st.integers(0, 5), min_size=1))
+def test_an_epoch_is_let_in_when_none_higher_was_seen(epochs: list[int]) -> None:
+    fence = Fence()
+    highest = 0
+    for epoch in epochs:
+        if epoch < highest:
+            with pytest.raises(StaleEpoch, match=f"epoch {highest} here"):
+                fence.admit("s", epoch, 0, now=0)
+        else:
+            fence.admit("s", epoch, 0, now=0)
+            highest = epoch
+
+
+def test_sessions_have_epochs_of_their_own() -> None:
+    fence = Fence()
+    fence.admit("a", 9, 0, now=0)
+    fence.admit("b", 1, 0, now=0)
+
+
+def test_an_older_coordinator_is_refused() -> None:
+    fence = Fence()
+    fence.admit("s", 1, 7, now=0)
+    with pytest.raises(StaleCoordinator, match="generation 6 was replaced by 7"):
+        fence.admit("s", 2, 6, now=0)
+    fence.admit("s", 1, 8, now=0)
+
+
+def test_a_refused_turn_leaves_no_epoch_behind() -> None:
+    fence = Fence(draining=True)
+    with pytest.raises(Draining):
+        fence.admit("s", 9, 0, now=0)
+    fence.draining = False
+    fence.admit("s", 1, 0, now=0)
+
+
+def test_a_lease_counts_from_the_asking_and_ends_by_itself() -> None:
+    fence = Fence()
+    assert not fence.lease_lost(1e9)  # never had one: a node may serve before it finds its coordinator
+    fence.renew_lease(asked_at=10.0, lease_seconds=3.0)
+    fence.admit("s", 1, 0, now=12.9)
+    with pytest.raises(LeaseLost):
+        fence.admit("s", 1, 0, now=13.0)
+    fence.renew_lease(asked_at=14.0, lease_seconds=3.0)
+    fence.admit("s", 1, 0, now=14.1)
+
+
+def test_the_memory_of_epochs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fencing, "MAX_EPOCHS", 3)
+    fence = Fence()
+    for name in "abcd":
+        fence.admit(name, 5, 0, now=0)
+    fence.admit("a", 1, 0, now=0)  # forgotten, the least recently seen
+    with pytest.raises(StaleEpoch):
+        fence.admit("d", 1, 0, now=0)
