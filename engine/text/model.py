@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ class TextModel:
     model_name: str
     end_token_ids: tuple[int, ...]
     digest: str
-    _tokenizer: Tokenizer
-    _table: list[bytes]
-    _template: ChatTemplate
-    _first_token_id: int | None
+    _tokenizer: Tokenizer = field(repr=False)
+    _table: list[bytes] = field(repr=False)
+    _template: ChatTemplate = field(repr=False)
+    _first_token_id: int | None = field(repr=False)
 
     @classmethod
     def load(cls, path: Path) -> TextModel:
@@ -57,7 +57,7 @@ class TextModel:
         return len(self._table)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, nothing added before or after.
+        """The tokens of a text, nothing added before or after. Bytes that the vocabulary has no token for are dropped.
 
         The text of a special token, such as ``<|im_end|>``, becomes that token wherever it stands, in a user's message
         too.

@@ -121,6 +121,11 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_size(max(_size(left) * _factor(right), _size(right) * _factor(left)))
         return super().call_binop(context, operator, left, right)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if super().wrap_str_format(value) is not None:  # str.format pads to any width
+            raise _LimitReachedError("use of str.format, which is not allowed here")
+        return None
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return not (isinstance(obj, str) and attr in _UNBOUNDED_METHODS) and super().is_safe_attribute(obj, attr, value)
 
@@ -132,9 +137,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(context, function, *arguments, **named)
 
 
-_UNBOUNDED_METHODS: Final = frozenset(
-    {"center", "expandtabs", "format", "format_map", "ljust", "rjust", "translate", "zfill"}
-)
+_UNBOUNDED_METHODS: Final = frozenset({"center", "expandtabs", "ljust", "rjust", "translate", "zfill"})
 _UNBOUNDED_FILTERS: Final = ("center", "format", "indent", "urlize", "wordwrap", "xmlattr")
 
 

