@@ -145,6 +145,7 @@ class StoreMisuse(StoreError):
 
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_READING: Final = frozenset({"open", "read", "look at"})
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
 
 
@@ -153,7 +154,7 @@ def from_os_error(error: OSError, op: str, path: str | Path) -> StoreError:
     said = error.strerror or type(error).__name__
     if error.errno in _NO_ROOM:
         return StoreFull(f"no room to {op} {path}: {said}", op=op, path=path)
-    if error.errno in _GONE:
+    if error.errno in _GONE and op in _READING:
         return SnapshotGone(op, path)
     if error.errno in {errno.ENOTDIR, errno.EEXIST}:
         return StoreUnavailable(

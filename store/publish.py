@@ -16,7 +16,7 @@ from typing import Final, Literal
 import numpy as np
 
 from kvferry.store import vlkv
-from kvferry.store.errors import NameTaken, SnapshotRejected, StoreUnavailable, os_errors_mapped
+from kvferry.store.errors import NameTaken, SnapshotGone, SnapshotRejected, StoreUnavailable, os_errors_mapped
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry, RowSource, TokenIds
 from kvferry.store.reader import RowBuffers, after, open_snapshot
@@ -25,6 +25,9 @@ from kvferry.store.reader import RowBuffers, after, open_snapshot
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 # What file systems say that cannot sync a directory; the entry is then as durable as they make it.
 _NO_DIRECTORY_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+# Each lost contest means that another writer published the same tokens and an evictor took them, between two calls of
+# ours.
+_MAX_CONTESTS: Final = 8
 
 Outcome = Literal["published", "already_there"]
 
@@ -122,12 +125,19 @@ def publish(fs: FileSystem, temp: Path, final: Path, inode: int, geometry: KvGeo
 
     Raises NameTaken when the name has another content, StoreFull, StoreUnavailable.
     """
-    outcome: Outcome = "published"
-    if not _take_name(fs, temp, final, inode):
-        confirm_same(fs, final, geometry, token_ids)
-        outcome = "already_there"
-    sync_directory(fs, final.parent)
-    return outcome
+    for _ in range(_MAX_CONTESTS):
+        if _take_name(fs, temp, final, inode):
+            sync_directory(fs, final.parent)
+            return "published"
+        try:
+            confirm_same(fs, final, geometry, token_ids)
+        except SnapshotGone:
+            continue  # whoever had the name lost it to an eviction before we could look
+        sync_directory(fs, final.parent)
+        return "already_there"
+    raise StoreUnavailable(
+        f"not saved: {final} comes and goes faster than it can be looked at", op="publish", path=final
+    )
 
 
 def _take_name(fs: FileSystem, temp: Path, final: Path, inode: int) -> bool:
@@ -138,8 +148,10 @@ def _take_name(fs: FileSystem, temp: Path, final: Path, inode: int) -> bool:
             fs.link(str(temp), str(final))
         except OSError as error:
             there = _inode_of(fs, final)
-            if there is not None:
-                return there == inode
+            if there == inode:
+                return True
+            if there is not None or error.errno == errno.EEXIST:
+                return False
             if error.errno not in _NO_LINKS:
                 raise
             # Without links: rename. Another writer in between writes the same bytes under the same name, so replacing

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from kvferry.store import vlkv
 from kvferry.store.catalog import Catalog, Match, RefreshReport
-from kvferry.store.directory import TRASH_GRACE_S, ReapReport, StoreDirectory
+from kvferry.store.directory import NS_PER_S, TRASH_GRACE_S, ReapReport, StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreFull, StoreMisuse
 from kvferry.store.fs import FileSystem, PosixFileSystem
 from kvferry.store.geometry import KvGeometry, RowSink, RowSource, TokenIds
@@ -276,7 +276,6 @@ class SnapshotStore:
         final = self._directory.file(name)
         with self._directory.temp(name, n_bytes) as temp:
             now_ns = temp.created_at_ns()
-            self._directory.purge_expired(now_ns, self._trash_grace_s)
             self._make_room(now_ns, max(0, n_bytes - self._directory.free_bytes()), final)
             inode = write_snapshot(temp, self.geometry, ids, token_hash, rows, RowBuffers(self.geometry))
             return publish(self._fs, temp.path, final, inode, self.geometry, ids)
@@ -298,9 +297,7 @@ class SnapshotStore:
         Raises StoreFull when pinned files alone exceed the budget, StoreUnavailable.
         """
         self._must_write("evict")
-        now_ns = self._directory.now_ns()
-        self._directory.purge_expired(now_ns, self._trash_grace_s)
-        return self._make_room(now_ns, 0, self.path)
+        return self._make_room(self._directory.now_ns(), 0, self.path)
 
     def _free(self, n_bytes: int) -> None:
         """The disk said it is full (or a quota did, which no count of free bytes shows): get rid of as much as is to
@@ -316,10 +313,11 @@ class SnapshotStore:
 
     def _make_room(self, now_ns: int, shortage_bytes: int, wanted_for: Path) -> tuple[str, ...]:
         evicted: list[str] = []
+        expired_before_ns = now_ns - int(self._trash_grace_s * NS_PER_S)
         for _ in range(_MAX_PLANS):
             with self._lock:
                 protected = set(self._pins)
-            plan = plan_room(self._directory.survey(now_ns), self.budget, shortage_bytes, protected)
+            plan = plan_room(self._directory.survey(now_ns), self.budget, shortage_bytes, protected, expired_before_ns)
             if plan is None:
                 break
             n_planned = len(plan.evict)

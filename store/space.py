@@ -60,8 +60,12 @@ class RoomPlan:
         return self.delete + self.to_trash
 
 
-def plan_room(survey: Survey, budget: Budget, shortage_bytes: int, protected: AbstractSet[str]) -> RoomPlan | None:
+def plan_room(
+    survey: Survey, budget: Budget, shortage_bytes: int, protected: AbstractSet[str], expired_before_ns: int
+) -> RoomPlan | None:
     """The least that has to go: oldest trash first, then the least recently used snapshots that are not protected.
+
+    Trash from before ``expired_before_ns`` goes in any case.
 
     ``shortage_bytes`` is what the disk itself lacks, however generous the budget. None when it cannot be done; then
     nothing should go.
@@ -70,7 +74,7 @@ def plan_room(survey: Survey, budget: Budget, shortage_bytes: int, protected: Ab
     surplus_files = len(survey.snapshots) + survey.n_temps - budget.max_files
     purge: list[str] = []
     for entry in sorted(survey.trash, key=_age):
-        if needed <= 0:
+        if needed <= 0 and entry.at_ns >= expired_before_ns:
             break
         purge.append(entry.name)
         needed -= entry.n_bytes

@@ -290,3 +290,18 @@ def test_the_buffers_stay_small_whatever_the_snapshot(make_store, tiny) -> None:
     make_store(geometry=big).publish(np.zeros(3000, np.int32), Zeros())
     assert max(seen) <= 8 << 20
     assert len(seen) == 2 * 4  # 1,024 rows of 8 KiB each time, then the tail
+
+
+def test_a_name_that_was_evicted_before_it_could_be_compared_is_taken_after_all(make_store, make_rows, tiny) -> None:
+    """Another node publishes the same tokens just before us, and its file is evicted just after our link failed."""
+    rows, other = make_rows(tiny, 40), make_store("node-2")
+    events = {"link": lambda: other.publish(IDS, rows), "open_read": lambda: next(other.path.glob("*.kv")).unlink()}
+
+    def meddle(call: str) -> None:
+        if call in events:
+            events.pop(call)()
+
+    store = make_store(fs=FaultyFileSystem(on_call=meddle))
+    assert not store.publish(IDS, rows).already_there
+    assert not events
+    _assert_holds(store, IDS, rows)

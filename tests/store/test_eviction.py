@@ -1,0 +1,333 @@
+"""Promises 8 and 9: the budget holds, a full disk fails no save for good, and what is being read is never taken
+away."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.store import vlkv
+from kvferry.store.errors import SnapshotGone, StoreFull, StoreMisuse
+from kvferry.store.faults import Fault, FaultyFileSystem
+from kvferry.store.fs import PosixFileSystem
+from kvferry.store.geometry import KvGeometry
+from kvferry.store.memory_rows import MemoryRows
+from kvferry.store.snapshot_store import SnapshotStore
+
+N = 40
+
+
+class NoSync(PosixFileSystem):
+    """Saves thousands of waits where durability is not what is tested."""
+
+    def fsync(self, fd: int) -> None:
+        pass
+
+    def fsync_directory(self, directory: str) -> None:
+        pass
+
+
+def _ids(number: int, n: int = N) -> np.ndarray:
+    return np.arange(number, number + n, dtype=np.int32) % 1024
+
+
+def _publish(store: SnapshotStore, number: int, used_at_s: int | None = None) -> str:
+    rows = MemoryRows.empty(store.geometry, N)
+    rows.k[:] = number
+    rows.v[:] = -number
+    info = store.publish(_ids(number), rows)
+    if used_at_s is not None:
+        os.utime(store.path / info.name, (used_at_s, used_at_s))
+    return info.name
+
+
+def _names(store: SnapshotStore) -> set[str]:
+    return {path.name for path in store.path.glob("*.kv")}
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_least_recently_used_goes_first_by_count(make_store) -> None:
+    store = make_store(max_files=3)
+    names = [_publish(store, number, used_at_s=100 + number) for number in range(3)]
+    os.utime(store.path / names[0], (500, 500))
+    newest = _publish(store, 3)
+    assert _names(store) == {names[0], names[2], newest}
+    assert names[1] not in {match.name for match in [store.find(_ids(1))] if match}
+
+
+def test_a_restore_counts_as_use(make_store) -> None:
+    store = make_store(max_files=2)
+    names = [_publish(store, number, used_at_s=100 + number) for number in range(2)]
+    store.restore(store.find(_ids(0)), N, MemoryRows.empty(store.geometry, N))
+    _publish(store, 2)
+    assert names[0] in _names(store)
+    assert names[1] not in _names(store)
+
+
+def test_the_budget_in_bytes_is_never_exceeded_trash_and_temps_included(make_store, tiny) -> None:
+    n_bytes = vlkv.file_bytes(tiny, N)
+    highest = 0
+    store = None
+
+    def measure(call: str) -> None:
+        nonlocal highest
+        if store is not None and store.path.exists() and call != "link":
+            highest = max(highest, _bytes_in(store.path))
+
+    store = make_store(max_bytes=3 * n_bytes + 10, fs=FaultyFileSystem(on_call=measure))
+    for number in range(12):
+        _publish(store, number)
+    assert len(_names(store)) == 3
+    assert highest <= 3 * n_bytes + 10 + n_bytes  # between link and unlink one file has two names
+    assert _bytes_in(store.path) <= 3 * n_bytes + 10
+
+
+def test_two_writers_see_each_others_reservations(make_store, tiny) -> None:
+    """Both want the last free place: together they still keep to the budget."""
+    n_bytes = vlkv.file_bytes(tiny, N)
+    other = make_store("node-2", max_bytes=2 * n_bytes)
+    outcomes: list[str] = []
+
+    def interrupt(call: str) -> None:
+        if call == "writev" and not outcomes:
+            outcomes.append("started")
+            _publish(other, 2)
+            outcomes.append("published")
+
+    store = make_store(max_bytes=2 * n_bytes, fs=FaultyFileSystem(on_call=interrupt))
+    first = make_store("node-3", max_bytes=2 * n_bytes)
+    _publish(first, 0, used_at_s=1)
+    _publish(store, 1)
+    assert outcomes == ["started", "published"]
+    assert _names(store) == {vlkv.file_name(vlkv.fnv1a(_ids(number))) for number in (1, 2)}
+
+
+def test_a_snapshot_larger_than_the_whole_budget_is_refused_before_anything_goes(make_store, tiny) -> None:
+    store = make_store(max_bytes=vlkv.file_bytes(tiny, N))
+    kept = _publish(store, 0)
+    with pytest.raises(StoreFull, match="whole budget"):
+        store.publish(_ids(1, N + 1), MemoryRows.empty(tiny, N + 1))
+    assert _names(store) == {kept}
+
+
+def test_an_evicted_file_stays_in_the_trash_for_its_grace_period(make_store) -> None:
+    store = make_store(max_files=1)
+    first = _publish(store, 0)
+    _publish(store, 1)
+    trashed = list((store.path / "trash").iterdir())
+    assert [path.name[: len(first)] for path in trashed] == [first]
+    make_store(max_files=1, trash_grace_s=0).evict()
+    assert not list((store.path / "trash").iterdir())
+
+
+def test_a_lowered_budget_is_enforced_by_evict(make_store) -> None:
+    store = make_store()
+    names = [_publish(store, number, used_at_s=100 + number) for number in range(5)]
+    assert make_store(max_files=2).evict() == tuple(names[:3])
+    assert _names(store) == set(names[3:])
+
+
+def test_what_is_pinned_stays_and_the_save_gives_way(make_store) -> None:
+    store = make_store(max_files=1)
+    kept = _publish(store, 0)
+    with store.pin(kept):
+        with pytest.raises(StoreFull, match="in use"):
+            _publish(store, 1)
+        assert _names(store) == {kept}
+    _publish(store, 1)
+    assert kept not in _names(store)
+
+
+def test_a_file_evicted_while_another_process_reads_it_is_read_to_its_end(make_store, tiny) -> None:
+    """Deletion takes the name; an open file keeps its bytes."""
+    writer = make_store(max_files=1, max_bytes=vlkv.file_bytes(tiny, N) + 10)
+    _publish(writer, 7)
+    n_reads = 0
+
+    def evict_meanwhile(call: str) -> None:
+        nonlocal n_reads
+        n_reads += call == "preadv"
+        if n_reads == 4 and call == "preadv":
+            _publish(writer, 8)
+
+    reader = make_store("node-2", fs=FaultyFileSystem(on_call=evict_meanwhile))
+    reader.refresh()
+    n_reads = 0
+    rows = MemoryRows.empty(tiny, N)
+    reader.restore(reader.find(_ids(7)), N, rows)
+    assert (rows.k == 7).all()
+    assert (rows.v == -7).all()
+
+
+def test_a_vanished_file_is_a_miss_and_not_offered_again(make_store, tiny) -> None:
+    store = make_store()
+    name = _publish(store, 0)
+    match = store.find(_ids(0))
+    (store.path / name).unlink()
+    with pytest.raises(SnapshotGone, match="recomputed"):
+        store.restore(match, N, MemoryRows.empty(tiny, N))
+    assert store.find(_ids(0)) is None
+
+
+def test_2000_random_interleavings_of_read_pin_and_evict_lose_no_read(make_store, tiny) -> None:
+    """Promise 9. In the middle of a read (between any two calls of it) the same process evicts down to one file."""
+    choices = random.Random(9)
+    strike_at = -1
+    evictor = None
+
+    def maybe_evict(call: str) -> None:
+        nonlocal strike_at
+        if evictor is None or call not in {"open_read", "fstat", "preadv", "close", "touch"}:
+            return
+        strike_at -= 1
+        if strike_at == 0:
+            evictor()
+
+    store = make_store(max_files=4, trash_grace_s=0, fs=FaultyFileSystem(inner=NoSync(), on_call=maybe_evict))
+    for number in range(4):
+        _publish(store, number)
+    n_evicted = 0
+
+    def evict() -> None:
+        nonlocal evictor, n_evicted
+        evictor = None
+        n_evicted += 1
+        try:
+            _publish(store, choices.randrange(4, 12))
+        except StoreFull:
+            pytest.fail("three files could go")
+
+    for _ in range(2000):
+        number = choices.randrange(12)
+        match = store.find(_ids(number), min_tokens=N)
+        if match is None:
+            _publish(store, number)
+            match = store.find(_ids(number), min_tokens=N)
+        n_rows = choices.randrange(1, N + 1)
+        rows = MemoryRows.empty(tiny, n_rows)
+        strike_at, evictor = choices.randrange(1, 12), evict
+        store.restore(match, n_rows, rows)
+        evictor = None
+        assert (rows.k == number).all()
+        assert (rows.v == -number).all()
+    assert n_evicted > 500
+    assert store.statistics().n_failed_restores == 0
+
+
+def test_threads_that_read_pin_and_publish_at_once_lose_nothing(make_store, tiny) -> None:
+    store = make_store(max_files=6)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        choices = random.Random(seed)
+        try:
+            for _ in range(300):
+                number = choices.randrange(20)
+                match = store.find(_ids(number), min_tokens=N)
+                if match is None:
+                    _publish(store, number)
+                    continue
+                rows = MemoryRows.empty(tiny, N)
+                try:
+                    store.restore(match, N, rows)
+                except SnapshotGone:
+                    continue
+                assert (rows.k == number).all()
+        except BaseException as failure:  # noqa: BLE001 -- carried over to the test's thread
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(_names(store)) <= 6
+    assert not list(store.path.glob("*.tmp"))
+
+
+def test_injected_enospc_on_the_first_write_evicts_and_the_second_try_succeeds(make_store) -> None:
+    fs = FaultyFileSystem()
+    store = make_store(fs=fs)
+    first = _publish(store, 0, used_at_s=1)
+    fs.faults.append(Fault("writev", errno.ENOSPC, times=1))
+    second = _publish(store, 1)
+    assert _names(store) == {second}
+    assert first not in _names(store)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 4 MiB: a disk that is really full, not one that says so."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=64", "tmpfs", str(mount)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("budget_bytes", [3 << 20, 1 << 40], ids=["within-the-budget", "a-budget-larger-than-the-disk"])
+def test_200_saves_to_a_small_disk_all_succeed(small_disk: Path, make_store, budget_bytes: int) -> None:
+    geometry = KvGeometry(4, 2, 64)
+    store = make_store(root=small_disk, geometry=geometry, max_bytes=budget_bytes)
+    store.reap()
+    choices = random.Random(8)
+    for number in range(200):
+        n = choices.randrange(1, 250)
+        rows = MemoryRows.empty(geometry, n)
+        rows.k[:] = rows.v[:] = number
+        store.publish(_ids(number, n), rows)
+        assert _bytes_in(store.path) <= budget_bytes
+        match = store.find(_ids(number, n), min_tokens=1)
+        back = MemoryRows.empty(geometry, n)
+        store.restore(match, n, back)
+        assert (back.k == number).all()
+    assert store.statistics().n_evicted > 0
+    assert store.statistics().n_failed_saves == 0
+
+
+def test_a_disk_full_of_other_peoples_files_is_said_and_nothing_is_left(small_disk: Path, make_store) -> None:
+    geometry = KvGeometry(4, 2, 64)
+    store = make_store(root=small_disk, geometry=geometry)
+    store.reap()
+    (small_disk / "theirs").write_bytes(bytes((4 << 20) - (64 << 10)))
+    with pytest.raises(StoreFull):
+        store.publish(_ids(0, 200), MemoryRows.empty(geometry, 200))
+    assert [path.name for path in store.path.iterdir()] == ["trash"]
+
+
+def test_a_read_only_store_never_writes(make_store, tmp_path: Path, tiny) -> None:
+    writer = make_store()
+    name = _publish(writer, 0, used_at_s=1)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    index = SnapshotStore.index_only(tmp_path, writer.path.name, tiny, 1024)
+    index.refresh()
+    assert index.find(_ids(0)).name == name
+    index.restore(index.find(_ids(0)), N, MemoryRows.empty(tiny, N))
+    for forbidden in (index.reap, index.evict, lambda: _publish(index, 1)):
+        with pytest.raises(StoreMisuse):
+            forbidden()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    missing = SnapshotStore.index_only(tmp_path / "nowhere", "feed", tiny, 1024)
+    assert missing.refresh().n_known == 0
+    assert not (tmp_path / "nowhere").exists()
