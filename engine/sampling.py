@@ -29,10 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.errors import EngineError
-from kvferry.engine.sampling_kernel import argmax, draw, log_total, penalise, top_ids
+from kvferry.engine.kernels.compile_cache import compile_cache
+from kvferry.engine.kernels.sampling import argmax, draw, log_total, penalise, top_ids
 from kvferry.engine.sampling_settings import SamplingSettings
 
-__all__ = ["SampledToken", "SamplingSettings", "sample"]
+__all__ = ["SampledToken", "SamplingSettings", "sample", "warm_up"]
 
 
 class _Scratch(threading.local):
@@ -96,6 +97,18 @@ def sample(
     if not settings.logprobs:
         return SampledToken(token_id)
     return _with_logprobs(token_id, logits, settings.top_logprobs)
+
+
+def warm_up(vocab_size: int) -> None:
+    """Compile everything that ``sample`` can need, and keep it on disk: it takes seconds the first time."""
+    logits = np.linspace(-1.0, 1.0, vocab_size, dtype=np.float32)
+    recent = np.zeros(1, np.int32)
+    every_filter = SamplingSettings(
+        temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=True, top_logprobs=1
+    )
+    sample(logits, recent, SamplingSettings(), 0)
+    sample(logits, recent, every_filter, 0)
+    compile_cache().publish()
 
 
 def _penalised(

@@ -81,7 +81,7 @@ def test_a_way_out_of_the_sandbox_is_refused(source: str) -> None:
         "{{ 'x'.ljust(1000000000) }}",
         "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
         "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-        "{% set n = namespace(s='a') %}{% for i in 'x' * 60 %}{% set s %}{{ n.s*9 }}{% endset %}{% set n.s=s %}{% endfor %}",
+        "{% set n=namespace(s='a') %}{% for i in 'x'*60 %}{% set s %}{{ n.s*9 }}{%endset%}{% set n.s=s %}{% endfor %}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ range(1000000000) | list }}",
     ],

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+from numba import njit
 
-from kvferry.engine.sampling_math import exp_nonpositive, log_positive, uniform
-
-from numba import njit  # isort: skip
+from kvferry.engine.kernels.jit import kernel
+from kvferry.engine.kernels.sampling_math import exp_nonpositive, log_positive, uniform
 
 # The most likely token weighs 2^40. A vocabulary of 2^22 then sums to at most 2^62, and a token is lost to rounding
 # only when it is 10^12 times less likely than the best.
@@ -40,7 +40,7 @@ def _unsigned_key(logit: Any) -> Any:
     return np.uint32(_order_key(logit)) ^ np.uint32(0x80000000)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def argmax(logits: Any) -> Any:
     """The lowest id among the largest logits; -1 when the largest is not finite."""
     best = _LOWEST
@@ -54,7 +54,7 @@ def argmax(logits: Any) -> Any:
     return -1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def penalise(logits: Any, recent: Any, penalty: Any) -> Any:
     """A copy of the logits in which each token that occurs in `recent` was made less likely, once."""
     out = logits.copy()
@@ -66,7 +66,7 @@ def penalise(logits: Any, recent: Any, penalty: Any) -> Any:
     return out
 
 
-@njit(nogil=True)
+@kernel
 def _fill_weights(logits: Any, best: Any, temperature: Any, weights: Any) -> Any:
     """weights[i] = floor(2^40 e^((logit_i - best) / temperature)), 0 for a NaN; returns their sum."""
     scaled = np.empty(_CHUNK, np.float64)
@@ -84,7 +84,7 @@ def _fill_weights(logits: Any, best: Any, temperature: Any, weights: Any) -> Any
     return total
 
 
-@njit(nogil=True)
+@kernel
 def _gather(logits: Any, least: Any, ids: Any, keys: Any, weights: Any) -> Any:
     """Put the tokens that weigh at least `least` in play; returns how many there are."""
     n = 0
@@ -97,7 +97,7 @@ def _gather(logits: Any, least: Any, ids: Any, keys: Any, weights: Any) -> Any:
     return n
 
 
-@njit(nogil=True)
+@kernel
 def _select(keys: Any, weights: Any, target: Any) -> Any:
     """Where the highest keys reach a total of `target`: (key, total above).
 
@@ -125,7 +125,7 @@ def _select(keys: Any, weights: Any, target: Any) -> Any:
     return prefix, above
 
 
-@njit(nogil=True)
+@kernel
 def _keep_top(ids: Any, keys: Any, weights: Any, measure: Any, target: Any) -> Any:
     """Keep in play the most likely tokens, as few as reach `target` by `measure` (int64 [n]: ones, or the weights).
 
@@ -144,7 +144,7 @@ def _keep_top(ids: Any, keys: Any, weights: Any, measure: Any, target: Any) -> A
     return n
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def draw(
     logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, position: Any, weights: Any
 ) -> Any:
@@ -169,7 +169,7 @@ def draw(
     return best
 
 
-@njit(nogil=True)
+@kernel
 def _filter(logits: Any, top_k: Any, top_p: Any, min_p: Any, ids: Any, weights: Any) -> Any:
     """min_p, top_k and top_p in turn; returns the number of tokens left in play and what they weigh."""
     keys = np.empty(logits.size, np.uint32)
@@ -182,7 +182,7 @@ def _filter(logits: Any, top_k: Any, top_p: Any, min_p: Any, ids: Any, weights: 
     return n, _total(weights[:n])
 
 
-@njit(nogil=True)
+@kernel
 def _total(weights: Any) -> Any:
     total = np.int64(0)
     for i in range(weights.size):
@@ -190,14 +190,14 @@ def _total(weights: Any) -> Any:
     return total
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def log_total(logits: Any, best: Any, weights: Any) -> Any:
     """ln sum e^(logit - best) over all logits; at least 0. `weights` is scratch, int64 [vocab]."""
     total = _fill_weights(logits, np.float64(best), 1.0, weights)
     return log_positive(np.float64(total) / np.float64(WEIGHT_ONE))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def top_ids(logits: Any, n: Any) -> Any:
     """The ids of the n largest logits, largest first, of equal ones the lowest id first; int32 [min(n, size)]."""
     n = min(n, logits.size)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+from numba import njit
 
-from kvferry.engine import numba_cache  # noqa: F401  # sets the cache folder, so it comes before numba
-
-from numba import njit  # isort: skip
+from kvferry.engine.kernels.jit import kernel
 
 _LOG2_E: Final = 1.4426950408889634
 # ln 2 in two parts: the first has 33 significant bits, so n * _LN2_HIGH is exact for every exponent n of a float64.
@@ -51,7 +50,7 @@ def exp_nonpositive(x: Any) -> Any:
     return p * power if x > -700.0 else 0.0
 
 
-@njit
+@kernel
 def log_positive(x: Any) -> Any:
     """ln x for a normal float64 x > 0.
 
@@ -72,7 +71,7 @@ def log_positive(x: Any) -> Any:
     return n * _LN2 + 2.0 * s * p
 
 
-@njit
+@kernel
 def philox_4x32_10(counter: Any, key: Any) -> Any:
     """The first 64 bits of Philox4x32 with ten rounds, for a 64-bit counter (the upper half is 0) and a 64-bit key.
 
@@ -97,7 +96,7 @@ def philox_4x32_10(counter: Any, key: Any) -> Any:
     return (x1 << _SHIFT32) | x0
 
 
-@njit
+@kernel
 def uniform(seed: Any, position: Any) -> Any:
     """A float64 in [0, 1), a multiple of 2^-53: the draw that belongs to this seed and this position."""
     return np.float64(philox_4x32_10(np.uint64(position), np.uint64(seed)) >> np.uint64(11)) * (

@@ -1,0 +1,92 @@
+"""The fingerprint is the same everywhere, and another one when any ingredient differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvferry.engine.config import ModelConfig
+from kvferry.engine.fingerprint import fingerprint
+
+CONFIG = ModelConfig(
+    architecture="llama",
+    n_layers=30,
+    hidden_size=576,
+    n_heads=9,
+    n_kv_heads=3,
+    head_dim=64,
+    ffn_size=1536,
+    vocab_size=49152,
+    context_length=8192,
+    rope_theta=100_000.0,
+    rms_eps=9.999999747378752e-06,
+    tied_embeddings=True,
+    rope_adjacent_pairs=True,
+    end_token_ids=(2,),
+)
+INGREDIENTS: dict[str, Any] = {
+    "weights_sha256": "b179",
+    "config": CONFIG,
+    "quant_recipe": "q4_1 x int8",
+    "tokenizer_digest": "9b14",
+    "kv_kind": "f32",
+    "numerics_version": 1,
+}
+
+
+def test_it_is_a_constant_of_its_ingredients() -> None:
+    """Written down once: another value would make every stored snapshot unreachable."""
+    assert fingerprint(**INGREDIENTS) == "73d41270233908433f28e4400a4bfdef"
+
+
+def test_it_does_not_depend_on_the_hash_seed() -> None:
+    code = f"import runpy; names = runpy.run_path({__file__!r}); print(names['fingerprint'](**names['INGREDIENTS']))"
+    answers = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert answers == {fingerprint(**INGREDIENTS)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("weights_sha256", "b17a"),
+        ("quant_recipe", "q8_0 x int8"),
+        ("tokenizer_digest", "9b15"),
+        ("kv_kind", "f16"),
+        ("numerics_version", 2),
+    ],
+)
+def test_each_ingredient_changes_it(name: str, value: Any) -> None:
+    assert fingerprint(**{**INGREDIENTS, name: value}) != fingerprint(**INGREDIENTS)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ModelConfig)])
+def test_each_number_of_the_config_changes_it(field: str) -> None:
+    other: dict[str, Any] = {
+        "architecture": "qwen3",
+        "n_heads": 12,
+        "n_kv_heads": 9,
+        "rope_theta": 100_000.00000000001,
+        "rms_eps": 1e-5,
+        "tied_embeddings": False,
+        "rope_adjacent_pairs": False,
+        "end_token_ids": (2, 0),
+    }
+    value: Any = other[field] if field in other else getattr(CONFIG, field) + 2
+    changes: dict[str, Any] = {field: value}
+    changed = dataclasses.replace(CONFIG, **changes)
+    assert fingerprint(**{**INGREDIENTS, "config": changed}) != fingerprint(**INGREDIENTS)
+
+
+def test_ingredients_cannot_flow_into_each_other() -> None:
+    one = fingerprint(**{**INGREDIENTS, "kv_kind": 'f32","numerics":"1'})
+    other = fingerprint(**{**INGREDIENTS, "weights_sha256": 'b179","kv":"f32'})
+    assert len({one, other, fingerprint(**INGREDIENTS)}) == 3
