@@ -37,3 +37,20 @@ def run(config: Path | None, log_level: str, **options: Any) -> None:
     if settings.ready_file is not None:
         settings.ready_file.unlink(missing_ok=True)
     asyncio.run(run_coordinator(settings))
+
+
+def main() -> int:
+    """The command alone, as ``kvferry coordinator`` behaves: an error of ours is one sentence and its exit code."""
+    try:
+        coordinator.main(prog_name="kvferry coordinator", standalone_mode=False)
+    except click.ClickException as e:
+        e.show()
+        return e.exit_code
+    except click.Abort:
+        return 1
+    except Exception as e:
+        if not isinstance(getattr(e, "code", None), str):
+            raise
+        click.echo(f"error: {e}", err=True)
+        return int(getattr(e, "exit_code", 1))
+    return 0

@@ -1,4 +1,4 @@
-"""The coordinator's settings: one frozen value, made once in ``cli.py`` from the command line, the environment and a TOML file."""
+"""The coordinator's settings: one frozen value, made once from the command line, the environment and a TOML file."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     store: Path | None = None
     # A node silent for this long has lost its turns; for half of it, it gets no new ones (reliability.md section 5).
     lease: Annotated[float, Field(ge=0.3, le=600)] = 3.0
-    # After a restart nothing is placed for this long, so that nodes that hold rows can register first. Default: two heartbeats.
+    # After a restart nothing is placed for this long, so that nodes that hold rows can register first. Default: two
+    # heartbeats.
     grace: Annotated[float, Field(ge=0, le=600)] | None = None
-    # How long a client waits for a node before it is told that there is none. Longer than a failover, shorter than patience.
+    # How long a client waits for a node before it is told that there is none. Longer than a failover, shorter than
+    # patience.
     no_node_wait: Seconds = 2.0
     max_losses: Annotated[int, Field(ge=1, le=100)] = 3
     max_placements: Annotated[int, Field(ge=1, le=100)] = 3

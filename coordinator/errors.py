@@ -1,8 +1,9 @@
 """Everything the coordinator can refuse, and who is at fault.
 
 Three branches: the caller asked for something that cannot be (``BadRequest``), it cannot be in this state or not now
-(``NotInThisState``, ``NotNow``), and the environment does not let the coordinator start (``CannotStart``). Each class has a
-stable ``code`` (a key of ``kvferry.proto.status.STATUS_OF`` where it can reach a client) and each message is one sentence.
+(``NotInThisState``, ``NotNow``), and the environment does not let the coordinator start (``CannotStart``). Each class
+has a stable ``code`` (a key of ``kvferry.proto.status.STATUS_OF`` where it can reach a client) and each message is
+one sentence.
 """
 
 from __future__ import annotations

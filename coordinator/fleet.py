@@ -1,4 +1,4 @@
-"""The fleet as the event loop sees it: ``Membership`` with a clock, a bell for those who wait, and our own placement counts."""
+"""The fleet as the event loop sees it: ``Membership`` with a clock, a bell, and our own counts of placements."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self.snapshots.watch(request.fingerprint, KvGeometry(g.n_layers, g.n_kv_heads, g.head_dim, g.block_size))
         logger.info(
             "node %s registered at %s (fingerprint %s, %d resident sessions%s)",
-            request.node_id, request.address, request.fingerprint, len(request.resident), ", a new start" if replaced else "",
+            request.node_id, request.address, request.fingerprint, len(request.resident),
+            ", a new start" if replaced else "",
         )  # fmt: skip
         return fleet_pb2.RegisterResponse(
             coordinator_generation=self.generation,
@@ -69,6 +70,6 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             )
         if request.tokenizer_digest != self.tokenizer_digest or request.vocabulary_size != self.vocabulary_size:
             raise ModelMismatch(
-                f"node {request.node_id} serves {request.model or 'a model without a name'} with another tokenizer or chat template than "
-                f"{self.model_name}, which this coordinator serves: start both with the same --model"
+                f"node {request.node_id} serves {request.model or 'a model without a name'} with another tokenizer or "
+                f"chat template than {self.model_name}, which this coordinator serves: start both with the same --model"
             )

@@ -1,6 +1,7 @@
 """Who is in the fleet and how alive it is: a pure function of what was heard and of the time.
 
-Theory of operation. Each node is heard by registering and by heartbeats. Its state is not stored, it follows from the record:
+Theory of operation. Each node is heard by registering and by heartbeats. Its state is not stored, it follows from the
+record:
 
     silent for a whole lease                                    dead        (its turns move)
     else: said that it drains                                   draining    (no new turns)
@@ -8,8 +9,8 @@ Theory of operation. Each node is heard by registering and by heartbeats. Its st
           since it was last heard
     else                                                        live
 
-Two thresholds, because a slow board that misses one beat should lose no running turn (reliability.md section 5). The clock is an
-argument everywhere. Safety never depends on it: epochs fence, leases only decide when to move.
+Two thresholds, because a slow board that misses one beat should lose no running turn (reliability.md section 5). The
+clock is an argument everywhere. Safety never depends on it: epochs fence, leases only decide when to move.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class Membership:
             return None
         if node.boot_id in known.superseded_boots:
             raise NodeIdTaken(
-                f"node id {node.node_id} is used by a process that started later (at {known.node.address}): give each node its own --node-id"
+                f"node id {node.node_id} is used by a process that started later (at {known.node.address}): "
+                "give each node its own --node-id"
             )
         if node.boot_id == known.node.boot_id:
             known.node, known.heard_s, known.broken = node, now_s, False

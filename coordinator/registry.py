@@ -3,11 +3,11 @@
 Rules that every implementation obeys, and that ``tests/coordinator/test_registry.py`` holds against each of them:
 
 - A method that returns has made its effect durable. A method that raises has had no effect.
-- The tokens of a session are the concatenation, in order, of ``prompt_ids`` and ``outcome.answer_ids`` of its *kept* turns
-  (finished, and not by an error). They are the authority; text is never tokenised a second time.
+- The tokens of a session are the concatenation, in order, of ``prompt_ids`` and ``outcome.answer_ids`` of its *kept*
+  turns (finished, and not by an error). They are the authority; text is never tokenised a second time.
 - A session has at most one open turn. ``epoch`` only grows: it is raised by ``place_turn``, before a node is asked.
-- Writes compare before they set: ``begin_turn`` checks the length of the history it was computed from, ``finish_turn`` the
-  epoch, so that two coordinators over one registry cannot overwrite each other.
+- Writes compare before they set: ``begin_turn`` checks the length of the history it was computed from,
+  ``finish_turn`` the epoch, so that two coordinators over one registry cannot overwrite each other.
 
 Every method may raise RegistryUnavailable besides what it names.
 """
@@ -83,7 +83,10 @@ class TurnOutcome:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnRecord:
-    """One request, durable before its first token. ``prompt_ids``: int32[n], only what this turn adds to the history."""
+    """One request, durable before its first token.
+
+    ``prompt_ids``: int32[n], only what this turn adds to the history.
+    """
 
     session_id: str
     turn_id: str

@@ -145,8 +145,8 @@ def checked_stops(stops: Iterable[str]) -> tuple[str, ...]:
 def answer_budget(n_prompt_tokens: int, max_tokens: int, contexts: Sequence[int]) -> int:
     """How many tokens the answer may have. ``contexts``: what the fleet's nodes (or the model, with no node) can hold.
 
-    Without a limit of its own a turn gets what every node that can hold its prompt offers, so that it can move between them.
-    Raises PromptTooLong with the numbers.
+    Without a limit of its own a turn gets what every node that can hold its prompt offers, so that it can move
+    between them. Raises PromptTooLong with the numbers.
     """
     usable = [context for context in contexts if context > n_prompt_tokens]
     if not usable:

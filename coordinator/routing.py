@@ -1,7 +1,8 @@
 """Which node answers: a pure decision over what is known, with a reason for every node.
 
-The rule of this version: among the nodes that may take the turn, the one with the longest prefix in its memory, where that
-saves something over the shared store; then the longest prefix in the store; then the least loaded one; then the lowest id.
+The rule of this version: among the nodes that may take the turn, the one with the longest prefix in its memory, where
+that saves something over the shared store; then the longest prefix in the store; then the least loaded one; then the
+lowest id.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class RouteRequest:
     n_context: int
     # Empty: any. A turn that has begun goes on under one fingerprint only, since its tokens could differ under another.
     fingerprint: str = ""
-    # node_id -> why, in the order of failing; such nodes are chosen only when nobody else is left, the last of them last.
+    # node_id -> why, in the order of failing; such nodes are chosen only when nobody else is left, the last of them
+    # last.
     failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -130,7 +132,7 @@ def obstacle(member: Member, request: RouteRequest) -> str | None:
     if request.fingerprint and member.node.fingerprint != request.fingerprint:
         return "the turn began under another fingerprint"
     if member.node.context_length < request.n_context:
-        return f"its context of {member.node.context_length} tokens is shorter than the {request.n_context} this turn may need"
+        return f"its context holds {member.node.context_length} tokens and this turn may need {request.n_context}"
     return None
 
 

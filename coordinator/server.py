@@ -104,7 +104,8 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
     )  # fmt: skip
     turns = Turns(
         model.text, around, TurnPolicy(max_losses=settings.max_losses, max_placements=settings.max_placements),
-        context_length=model.context_length, no_node_wait_seconds=settings.no_node_wait, max_open_turns=settings.max_open_turns,
+        context_length=model.context_length, no_node_wait_seconds=settings.no_node_wait,
+        max_open_turns=settings.max_open_turns,
     )  # fmt: skip
     server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
     chat_pb2_grpc.add_ChatServiceServicer_to_server(
@@ -176,7 +177,7 @@ def listen(server: grpc.aio.Server, address: str) -> str:
 
 def why_not(host: str, port: int) -> str:
     """gRPC does not say why; binding once more does."""
-    import socket  # noqa: PLC0415 - only on the way out
+    import socket
 
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]

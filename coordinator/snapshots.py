@@ -1,7 +1,7 @@
 """What the shared snapshot store could restore, for routing: an index in memory, kept up by a thread that may hang.
 
-Only ``longest_prefixes`` is on the way of a turn, and it does no I/O. Everything that touches the store's disk is the thread's:
-if the store hangs, the index grows old and turns go on.
+Only ``longest_prefixes`` is on the way of a turn, and it does no I/O. Everything that touches the store's disk is the
+thread's: if the store hangs, the index grows old and turns go on.
 """
 
 from __future__ import annotations

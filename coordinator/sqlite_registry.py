@@ -1,7 +1,7 @@
 """The embedded registry: one SQLite file on a local disk, one thread that owns the connection.
 
-WAL with ``synchronous=FULL``: a commit has reached the disk when its method returns. The loop never touches SQLite; each method
-hands a function to the registry's thread and waits for it without blocking.
+WAL with ``synchronous=FULL``: a commit has reached the disk when its method returns. The loop never touches SQLite;
+each method hands a function to the registry's thread and waits for it without blocking.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class SqliteRegistry:
                 self._connection.close()
                 self._connection = None
 
-        await asyncio.get_running_loop().run_in_executor(self._thread, close_connection)
+        with contextlib.suppress(RegistryUnavailable):  # closed already
+            await self._in_thread(close_connection)
         self._thread.shutdown(wait=False)
 
     async def create_session(self, session: SessionRecord) -> None:
@@ -97,7 +98,10 @@ class SqliteRegistry:
     async def list_sessions(self, limit: int, after: PageKey | None) -> list[SessionRecord]:
         def select(db: sqlite3.Connection) -> list[SessionRecord]:
             start = (after.updated_at_ms, after.session_id) if after else (2**63 - 1, "\U0010ffff")
-            query = "SELECT * FROM sessions WHERE (updated_at_ms, session_id) < (?, ?) ORDER BY updated_at_ms DESC, session_id DESC LIMIT ?"
+            query = (
+                "SELECT * FROM sessions WHERE (updated_at_ms, session_id) < (?, ?) "
+                "ORDER BY updated_at_ms DESC, session_id DESC LIMIT ?"
+            )
             return [session_of(row) for row in db.execute(query, (*start, limit))]
 
         return await self._read(select)
@@ -161,7 +165,8 @@ class SqliteRegistry:
             insert_placements(db, session_id, turn_id, placements)
             n_new_tokens = len(turn.prompt_ids) + len(outcome.answer_ids) if outcome.kept else 0
             db.execute(
-                "UPDATE sessions SET open_turn_id = '', updated_at_ms = ?, n_tokens = n_tokens + ?, n_turns = n_turns + ? WHERE session_id = ?",
+                "UPDATE sessions SET open_turn_id = '', updated_at_ms = ?, n_tokens = n_tokens + ?, "
+                "n_turns = n_turns + ? WHERE session_id = ?",
                 (now_ms, n_new_tokens, int(outcome.kept), session_id),
             )
 
@@ -273,7 +278,8 @@ def begin_turn(db: sqlite3.Connection, turn: TurnRecord) -> None:
         )
     if session.n_tokens != turn.n_history_tokens:
         raise SessionBusy(
-            f"session {turn.session_id} grew from {turn.n_history_tokens} to {session.n_tokens} tokens meanwhile: ask again"
+            f"session {turn.session_id} grew from {turn.n_history_tokens} to {session.n_tokens} tokens meanwhile: "
+            "ask again"
         )
     (position,) = db.execute("SELECT count(*) FROM turns WHERE session_id = ?", (turn.session_id,)).fetchone()
     insert(db, "turns", open_turn_values(turn, position))

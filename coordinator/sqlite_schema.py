@@ -82,12 +82,12 @@ def prepare(connection: sqlite3.Connection, new_coordinator_id: str) -> tuple[st
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     if found == 0:
         connection.executescript(
-            f"BEGIN IMMEDIATE; {TABLES} "
+            f"BEGIN IMMEDIATE; {TABLES} "  # noqa: S608 - constants of this module
             f"INSERT INTO meta VALUES ('generation', '0'); PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
     elif found != SCHEMA_VERSION:
         raise StateIncompatible(
-            f"the state folder was written in version {found} of its layout and this program knows version {SCHEMA_VERSION}: "
+            f"the state folder has version {found} of its layout and this program knows version {SCHEMA_VERSION}: "
             "start the program that wrote it, or give another folder with --state"
         )
     with connection:

@@ -33,7 +33,8 @@ REMOTE_FILE_SYSTEMS: Final = frozenset(
 
 
 class StateDirectory:
-    """Made if it is missing, checked to be local, and locked with ``flock`` until ``release`` or the end of the process.
+    """Made if it is missing, checked to be local, and locked with ``flock`` until ``release`` or the end of the
+    process.
 
     The kernel drops the lock when the process dies, however it dies, so a crash never leaves a stale one.
     """
@@ -58,7 +59,8 @@ class StateDirectory:
             holder = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             self.release()
             raise StateInUse(
-                f"another coordinator (process {holder}) holds the state folder {self.path}: stop it, or give another folder with --state"
+                f"another coordinator (process {holder}) holds the state folder {self.path}: "
+                "stop it, or give another folder with --state"
             ) from e
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
@@ -80,5 +82,6 @@ def refuse_remote_file_system(path: Path) -> None:
             best = (partition.mountpoint, partition.fstype)
     if best[1] in REMOTE_FILE_SYSTEMS:
         raise StatePathInvalid(
-            f"the state folder {path} lies on a network file system ({best[1]} at {best[0]}): give one on a local disk with --state"
+            f"the state folder {path} lies on a network file system ({best[1]} at {best[0]}): "
+            "give one on a local disk with --state"
         )

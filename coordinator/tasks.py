@@ -10,7 +10,8 @@ from typing import Any
 class Bell:
     """Wakes any number of tasks at once, with nothing to hold for those who are slow.
 
-    Read ``count``, look at the state, then wait for a ring after that count: no ring is missed, whenever the waiter gets to run.
+    Read ``count``, look at the state, then wait for a ring after that count: no ring is missed, whenever the waiter
+    gets to run.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,10 @@ class Bell:
 
 
 async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Until one of them ends. The others are cancelled, and gone when this returns. Raises what the first one raised."""
+    """Until one of them ends.
+
+    The others are cancelled, and gone when this returns. Raises what the first one raised.
+    """
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -150,4 +150,4 @@ def lost(error: grpc.aio.AioRpcError) -> PlacementLost:
     """A gRPC error as the end of a placement."""
     code = str(dict(error.trailing_metadata() or ()).get(CODE_KEY, ""))
     loss = loss_of(code, error.code(), error.details() or "no details")
-    return PlacementLost(loss, connection_broke=not code)
+    return PlacementLost(loss, connection_broke=not code and error.code() is grpc.StatusCode.UNAVAILABLE)

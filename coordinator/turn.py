@@ -1,7 +1,7 @@
 """One turn as a state machine, without I/O and without a clock.
 
-Two rules: everything that affects a turn's transitions lives in this file, and nothing in it knows where tokens come from or
-who reads the events. The caller owns sockets, durability and time.
+Two rules: everything that affects a turn's transitions lives in this file, and nothing in it knows where tokens come
+from or who reads the events. The caller owns sockets, durability and time.
 
     waiting ──place──▶ running ──last token──▶ ending ──close──▶ finished
        ▲                  │                       ▲
@@ -10,9 +10,9 @@ who reads the events. The caller owns sockets, durability and time.
 *waiting*: no node has it. *running*: a node has it, under an epoch. *ending*: the outcome is known, not durable yet.
 *finished*: the outcome is durable; only now do subscribers hear of it.
 
-Tokens are numbered by their index in the answer. A token of another epoch or with an index that was seen is dropped; a gap is
-the node's mistake and loses the placement. So whatever nodes send, ``answer_ids`` grows by the next index only, and
-(session, turn, index) names one token for ever.
+Tokens are numbered by their index in the answer. A token of another epoch or with an index that was seen is dropped;
+a gap is the node's mistake and loses the placement. So whatever nodes send, ``answer_ids`` grows by the next index
+only, and (session, turn, index) names one token for ever.
 
 ``events`` only grows; any number of subscribers read it, each with an index of its own.
 """
@@ -135,7 +135,7 @@ class Turn:
         self._lost_since_token = False
         self._longest_pause_s = 0.0
         self._tail = ""
-        self._add(chat_pb2.TurnEvent(started=started(record)), sequence=0)
+        self.events.append(stamp(chat_pb2.TurnEvent(started=started(record)), record, 0, 0))  # no node has it yet
 
     # What the shell asks.
 
@@ -212,7 +212,10 @@ class Turn:
         self._n_failures += 1
         if self._exhausted(loss.blame):
             n = self._n_without_token[loss.blame]
-            sentence = f"gave up after {n} placements without a new token, the last on {self.node_id}: {loss.detail}; the session is intact"
+            sentence = (
+                f"gave up after {n} placements without a new token, the last on {self.node_id}: {loss.detail}; "
+                "the session is intact"
+            )
             self.fail(loss.code, sentence, now_s)
             return
         self._go(Phase.WAITING)
@@ -322,7 +325,7 @@ def replay(record: TurnRecord, placements: Iterable[chat_pb2.Placement], text: A
     """The events of a finished turn, made again from its record (without the nodes that were lost)."""
     if record.outcome is None:
         raise AssertionError("replay of an open turn")
-    events = [stamp(chat_pb2.TurnEvent(started=started(record)), record, record.epoch, 0)]
+    events = [stamp(chat_pb2.TurnEvent(started=started(record)), record, 0, 0)]
     waiting = sorted(placements, key=lambda p: (p.first_index, p.epoch))
     details = {t.index: t for t in worker_pb2.GeneratedTokens.FromString(record.outcome.logprobs).tokens}
     epoch = record.epoch

@@ -1,7 +1,7 @@
 """The life of one turn: find a node, follow its stream, move on when it is lost, make the end durable.
 
-The decisions are ``Turn``'s and ``route``'s; this shell only waits and calls. A runner is a task of its own: it does not depend
-on who reads the turn's events, and it ends when the outcome is durable.
+The decisions are ``Turn``'s and ``route``'s; this shell only waits and calls. A runner is a task of its own: it does
+not depend on who reads the turn's events, and it ends when the outcome is durable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ REGISTRY_RETRY_SECONDS: Final = 1.0
 """A full disk does not empty in milliseconds; the turn waits, nothing is lost."""
 
 GOODBYE_SECONDS: Final = 0.25
-"""How long the node may take to close its stream after the last token, before it is cut. It is the same burst of bytes."""
+"""How long the node may take to close its stream after the last token, before it is cut.
+
+It is the same burst of bytes.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +162,7 @@ class TurnRunner:
             turn.lose(epoch, e.loss, self._now())
 
     async def _hear_goodbye(self, messages: AsyncIterator[worker_pb2.RunTurnResponse]) -> None:
-        """Let a node that ended the answer by itself close the stream: cancelled calls look like impatient clients to it."""
+        """Let a node that ended the answer by itself close the stream, so that it sees no cancelled call."""
         outcome = self.turn.outcome
         if outcome is not None and outcome.reason in {FinishReason.END, FinishReason.LENGTH}:
             with contextlib.suppress(TimeoutError):

@@ -79,7 +79,8 @@ class Turns:
     async def begin(self, request: TurnRequest) -> Key:
         """Make a turn durable and start it, or find the one that the same request began before.
 
-        Raises UnknownSession, SessionBusy, TurnExists (the id of another request), PromptTooLong, InvalidMessage, QueueFull.
+        Raises UnknownSession, SessionBusy, TurnExists (the id of another request), PromptTooLong, InvalidMessage,
+        QueueFull.
         """
         async with self._session_lock(request.session_id):
             if (known := await self._known(request)) is not None:
@@ -123,7 +124,10 @@ class Turns:
             await self._wait_for_more(runner, seen, arrived_s)
 
     async def cancel(self, session_id: str, turn_id: str) -> None:
-        """End a turn with the tokens it has, durably. No effect on a finished one. Raises UnknownSession, UnknownTurn."""
+        """End a turn with the tokens it has, durably.
+
+        No effect on a finished one. Raises UnknownSession, UnknownTurn.
+        """
         key = await self.find(session_id, turn_id)
         if (runner := self._runners.get(key)) is not None:
             task = self._tasks[key]
@@ -187,7 +191,8 @@ class Turns:
             return None
         if record.digest != request.digest:
             raise TurnExists(
-                f"session {request.session_id} has a turn {request.turn_id} already, begun by another request: give each turn its own id"
+                f"session {request.session_id} has a turn {request.turn_id} already, begun by another request: "
+                "give each turn its own id"
             )
         return record.session_id, record.turn_id
 
@@ -253,7 +258,8 @@ class Turns:
         if runner.turn.phase is Phase.WAITING and runner.changed.count == seen_count:
             why = runner.obstacle or "none was free yet"
             raise NoNode(
-                f"no node can answer at the moment ({why}); the turn is kept and goes on by itself when one can: resume it"
+                f"no node can answer at the moment ({why}); "
+                "the turn is kept and goes on by itself when one can: resume it"
             )
 
     async def _replayed(self, record: TurnRecord, from_index: int) -> list[chat_pb2.TurnEvent]:

@@ -1,0 +1,49 @@
+"""Coordinators on real sockets with the real tokenizer, and workers without an engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # cluster_kit.py, and scripted_worker.py, which is a program as well
+
+from cluster_kit import Cluster, Processes
+
+from kvferry.coordinator.server import LoadedModel
+
+
+@pytest.fixture(scope="session")
+def model(smollm2_path: Path) -> LoadedModel:
+    return LoadedModel.load(str(smollm2_path))
+
+
+@pytest.fixture
+async def new_cluster(tmp_path: Path, model: LoadedModel) -> AsyncIterator[Callable[..., Any]]:
+    """Starts clusters with the settings given; all are stopped at the end."""
+    clusters: list[Cluster] = []
+
+    async def start(**settings: Any) -> Cluster:
+        cluster = Cluster(tmp_path / f"state{len(clusters)}", settings.pop("model", model), **settings)
+        clusters.append(cluster)
+        await cluster.start()
+        return cluster
+
+    yield start
+    for cluster in clusters:
+        await cluster.close()
+
+
+@pytest.fixture
+async def cluster(new_cluster: Callable[..., Any]) -> Cluster:
+    return await new_cluster()
+
+
+@pytest.fixture
+def processes(tmp_path: Path, smollm2_path: Path, model: LoadedModel) -> Iterator[Processes]:
+    running = Processes(tmp_path, smollm2_path, model)
+    yield running
+    running.close()

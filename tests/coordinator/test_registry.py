@@ -1,0 +1,409 @@
+"""What every registry keeps. ``open_registry`` opens one again on the same state, as a restarted coordinator does."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.coordinator.errors import (
+    CannotStart,
+    IndexOutOfRange,
+    RegistryUnavailable,
+    SessionBusy,
+    SessionExists,
+    StaleEpoch,
+    TurnExists,
+    UnknownSession,
+    UnknownTurn,
+)
+from kvferry.coordinator.registry import (
+    FinishReason,
+    Message,
+    PageKey,
+    Registry,
+    SessionRecord,
+    TurnOutcome,
+    TurnRecord,
+)
+from kvferry.coordinator.sqlite_registry import SqliteRegistry
+
+Open = Callable[[], Awaitable[Registry]]
+
+
+async def open_sqlite(folder: Path) -> Registry:
+    return await SqliteRegistry(folder / "registry.sqlite3").open(new_coordinator_id="c1")
+
+
+@pytest.fixture(params=[open_sqlite], ids=["sqlite"])
+async def open_registry(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
+    opened: list[Registry] = []
+
+    async def open_again() -> Registry:
+        for registry in opened:
+            await registry.close()
+        opened[:] = [await request.param(tmp_path)]
+        return opened[0]
+
+    yield open_again
+    for registry in opened:
+        await registry.close()
+
+
+@pytest.fixture
+async def registry(open_registry: Open) -> Registry:
+    return await open_registry()
+
+
+def session(session_id: str = "s", at_ms: int = 1) -> SessionRecord:
+    return SessionRecord(session_id=session_id, model="m", created_at_ms=at_ms, updated_at_ms=at_ms)
+
+
+def turn(
+    turn_id: str = "t1", *, session_id: str = "s", history: int = 0, prompt: tuple[int, ...] = (1, 2), at_ms: int = 5
+) -> TurnRecord:
+    return TurnRecord(
+        session_id=session_id, turn_id=turn_id, messages=(Message("system", "be"), Message("user", "hé \0 'q\"")),
+        n_history_tokens=history, prompt_ids=np.array(prompt, np.int32), sampling=b"\x00\xff", max_tokens=7,
+        stop=("a", "\n"), digest="d", created_at_ms=at_ms,
+    )  # fmt: skip
+
+
+def outcome(
+    answer: tuple[int, ...] = (3, 4), reason: FinishReason = FinishReason.END, **changes: object
+) -> TurnOutcome:
+    fields = dict(
+        reason=reason,
+        answer_ids=np.array(answer, np.int32),
+        answer_text="ho €",
+        logprobs=b"\x01",
+        total_seconds=1.25,
+        n_placements=2,
+    )
+    return TurnOutcome(**{**fields, **changes})
+
+
+async def finish(
+    registry: Registry, turn_id: str = "t1", result: TurnOutcome | None = None, *, session_id: str = "s", at_ms: int = 9
+) -> int:
+    epoch = await registry.place_turn(session_id, turn_id, "fp")
+    await registry.finish_turn(session_id, turn_id, epoch, result or outcome(), [b"p1", b"p2"], at_ms)
+    return epoch
+
+
+def plain(record: TurnRecord) -> dict[str, object]:
+    """Comparable: arrays as lists."""
+    fields = {**dataclasses.asdict(record), "prompt_ids": record.prompt_ids.tolist()}
+    if record.outcome is not None:
+        fields["outcome"] = {**dataclasses.asdict(record.outcome), "answer_ids": record.outcome.answer_ids.tolist()}
+    return fields
+
+
+# The registry itself.
+
+
+async def test_each_opening_raises_the_generation_and_keeps_the_id(open_registry: Open) -> None:
+    seen = [((r := await open_registry()).coordinator_id, r.generation) for _ in range(3)]
+    assert seen == [("c1", 1), ("c1", 2), ("c1", 3)]
+
+
+async def test_a_closed_registry_says_so(registry: Registry) -> None:
+    await registry.close()
+    with pytest.raises(RegistryUnavailable):
+        await registry.get_session("s")
+
+
+# Sessions.
+
+
+async def test_a_session_is_kept(registry: Registry, open_registry: Open) -> None:
+    await registry.create_session(session())
+    registry = await open_registry()
+    assert await registry.get_session("s") == session()
+    assert (await registry.session_tokens("s")).tolist() == []
+    assert (await registry.counts()).n_sessions == 1
+
+
+async def test_a_session_is_made_once(registry: Registry) -> None:
+    await registry.create_session(session())
+    with pytest.raises(SessionExists, match="session s"):
+        await registry.create_session(session(at_ms=2))
+    assert (await registry.get_session("s")).created_at_ms == 1
+
+
+async def test_an_unknown_session_is_named_by_every_method(registry: Registry) -> None:
+    calls = [
+        registry.get_session("x"), registry.session_tokens("x"), registry.list_turns("x"), registry.get_turn("x", "t"),
+        registry.begin_turn(turn(session_id="x")), registry.delete_session("x"), registry.list_placements("x"),
+        registry.fork_session("x", session("y"), None),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(UnknownSession, match="session x"):
+            await call
+
+
+async def test_sessions_are_listed_by_last_use_page_by_page(registry: Registry) -> None:
+    for number, at_ms in enumerate([5, 9, 7, 7, 1]):
+        await registry.create_session(session(f"s{number}", at_ms))
+    pages, after = [], None
+    while page := await registry.list_sessions(2, after):
+        pages.append([s.session_id for s in page])
+        after = PageKey(updated_at_ms=page[-1].updated_at_ms, session_id=page[-1].session_id)
+    assert pages == [["s1", "s3"], ["s2", "s0"], ["s4"]]
+    await registry.begin_turn(turn(session_id="s4", at_ms=20))
+    assert (await registry.list_sessions(1, None))[0].session_id == "s4"
+
+
+async def test_a_deleted_session_leaves_nothing_behind(registry: Registry, open_registry: Open) -> None:
+    await registry.create_session(session())
+    await registry.begin_turn(turn())
+    with pytest.raises(SessionBusy, match="t1"):
+        await registry.delete_session("s")
+    await finish(registry)
+    await registry.delete_session("s")
+    registry = await open_registry()
+    with pytest.raises(UnknownSession):
+        await registry.get_session("s")
+    await registry.create_session(session())
+    assert await registry.list_turns("s") == []
+    assert await registry.list_placements("s") == {}
+
+
+# Turns.
+
+
+async def test_an_open_turn_is_kept_whole(registry: Registry, open_registry: Open) -> None:
+    await registry.create_session(session())
+    await registry.begin_turn(turn())
+    registry = await open_registry()
+    assert plain((await registry.open_turns())[0]) == plain(turn())
+    assert plain(await registry.get_turn("s", "t1")) == plain(turn())
+    assert (await registry.get_session("s")).open_turn_id == "t1"
+    assert (await registry.session_tokens("s")).tolist() == []
+    assert (await registry.counts()).n_open_turns == 1
+
+
+async def test_a_finished_turn_adds_its_prompt_and_its_answer_to_the_session(
+    registry: Registry, open_registry: Open
+) -> None:
+    await registry.create_session(session())
+    await registry.begin_turn(turn())
+    epoch = await finish(registry)
+    await registry.begin_turn(turn("t2", history=4, prompt=(2**31 - 1,)))
+    await finish(registry, "t2", outcome((8,), FinishReason.CANCELLED))
+    registry = await open_registry()
+    record = await registry.get_session("s")
+    assert (await registry.session_tokens("s")).tolist() == [1, 2, 3, 4, 2**31 - 1, 8]
+    assert (record.n_tokens, record.n_turns, record.open_turn_id, record.updated_at_ms, record.epoch) == (
+        6,
+        2,
+        "",
+        9,
+        2,
+    )
+    first, second = await registry.list_turns("s")
+    assert plain(first) == plain(dataclasses.replace(turn(), fingerprint="fp", epoch=epoch, outcome=outcome()))
+    assert second.turn_id == (await registry.get_turn("s", "")).turn_id == "t2"
+    assert await registry.list_placements("s") == {"t1": [b"p1", b"p2"], "t2": [b"p1", b"p2"]}
+    assert await registry.open_turns() == []
+
+
+async def test_a_failed_turn_is_remembered_and_adds_nothing(registry: Registry) -> None:
+    await registry.create_session(session())
+    await registry.begin_turn(turn())
+    await finish(
+        registry, result=outcome(reason=FinishReason.ERROR, error_code="placements_exhausted", error="gave up")
+    )
+    record = await registry.get_session("s")
+    assert (record.n_tokens, record.n_turns, record.open_turn_id) == (0, 0, "")
+    assert (await registry.session_tokens("s")).tolist() == []
+    kept = (await registry.get_turn("s", "t1")).outcome
+    assert kept is not None
+    assert (kept.reason, kept.error_code, kept.error) == (FinishReason.ERROR, "placements_exhausted", "gave up")
+    await registry.begin_turn(turn("t2"))
+
+
+async def test_a_turn_begins_once_and_alone(registry: Registry) -> None:
+    await registry.create_session(session())
+    await registry.begin_turn(turn())
+    with pytest.raises(TurnExists):
+        await registry.begin_turn(turn())
+    with pytest.raises(SessionBusy, match="t1"):
+        await registry.begin_turn(turn("t2"))
+    await finish(registry)
+    with pytest.raises(TurnExists):
+        await registry.begin_turn(turn(history=4))
+    with pytest.raises(SessionBusy, match="grew from 0 to 4"):
+        await registry.begin_turn(turn("t2", history=0))
+    assert len(await registry.list_turns("s")) == 1
+
+
+async def test_of_many_that_begin_at_once_one_succeeds(registry: Registry) -> None:
+    await registry.create_session(session())
+    results = await asyncio.gather(*(registry.begin_turn(turn(f"t{n}")) for n in range(20)), return_exceptions=True)
+    assert results.count(None) == 1
+    assert all(isinstance(r, SessionBusy) for r in results if r is not None)
+
+
+async def test_epochs_only_grow_across_turns_and_openings(registry: Registry, open_registry: Open) -> None:
+    await registry.create_session(session())
+    await registry.begin_turn(turn())
+    epochs = [await registry.place_turn("s", "t1", "fp") for _ in range(2)]
+    registry = await open_registry()
+    epochs.append(await registry.place_turn("s", "t1", "fp2"))
+    open_turn = await registry.get_turn("s", "t1")
+    assert (open_turn.epoch, open_turn.fingerprint) == (3, "fp2")
+    await registry.finish_turn("s", "t1", 3, outcome(), [], 9)
+    await registry.begin_turn(turn("t2", history=4))
+    epochs.append(await registry.place_turn("s", "t2", "fp"))
+    assert epochs == [1, 2, 3, 4]
+
+
+async def test_a_turn_is_finished_once_and_by_the_newest_epoch_only(registry: Registry) -> None:
+    await registry.create_session(session())
+    await registry.begin_turn(turn())
+    await registry.place_turn("s", "t1", "fp")
+    await registry.place_turn("s", "t1", "fp")
+    with pytest.raises(StaleEpoch):
+        await registry.finish_turn("s", "t1", 1, outcome(), [], 9)
+    await registry.finish_turn("s", "t1", 2, outcome(), [], 9)
+    with pytest.raises(UnknownTurn):
+        await registry.finish_turn("s", "t1", 2, outcome(), [], 9)
+    with pytest.raises(UnknownTurn):
+        await registry.place_turn("s", "t1", "fp")
+    assert (await registry.get_session("s")).n_turns == 1
+
+
+async def test_an_unknown_turn_is_named(registry: Registry) -> None:
+    await registry.create_session(session())
+    with pytest.raises(UnknownTurn, match="no turn yet"):
+        await registry.get_turn("s", "")
+    with pytest.raises(UnknownTurn, match="no turn t9"):
+        await registry.get_turn("s", "t9")
+
+
+# Forks.
+
+
+async def test_a_fork_begins_with_the_first_turns_and_goes_its_own_way(registry: Registry) -> None:
+    await registry.create_session(session())
+    for number, history in enumerate((0, 4, 8)):
+        await registry.begin_turn(turn(f"t{number}", history=history, prompt=(10 * number, 1)))
+        failed = outcome(reason=FinishReason.ERROR) if number == 1 else outcome()
+        await finish(registry, f"t{number}", failed)
+        if number == 1:
+            break
+    await registry.begin_turn(turn("t2", history=4, prompt=(20, 1)))
+    await finish(registry, "t2")
+    whole = await registry.fork_session("s", session("all", 30), None)
+    first = await registry.fork_session("s", session("one", 30), 1)
+    none = await registry.fork_session("s", session("none", 30), 0)
+    assert [(f.n_turns, f.n_tokens, f.forked_from, f.model) for f in (whole, first, none)] == [
+        (2, 8, "s", "m"), (1, 4, "s", "m"), (0, 0, "s", "m"),
+    ]  # fmt: skip
+    assert await registry.get_session("all") == whole
+    assert (await registry.session_tokens("all")).tolist() == [0, 1, 3, 4, 20, 1, 3, 4]
+    await registry.begin_turn(turn("new", session_id="one", history=4))
+    await finish(registry, "new", session_id="one")
+    await registry.delete_session("s")
+    assert (await registry.session_tokens("one")).tolist() == [0, 1, 3, 4, 1, 2, 3, 4]
+
+
+async def test_a_fork_of_more_turns_than_there_are_or_onto_a_name_in_use_is_refused(registry: Registry) -> None:
+    await registry.create_session(session())
+    with pytest.raises(IndexOutOfRange, match="0 finished turns, not 1"):
+        await registry.fork_session("s", session("f"), 1)
+    with pytest.raises(SessionExists):
+        await registry.fork_session("s", session("s"), None)
+
+
+# Crashes.
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import test_registry as kit
+
+async def main():
+    registry = await kit.open_sqlite(Path({folder!r}))
+    session_id = f"s{{registry.generation}}"
+    await registry.create_session(kit.session(session_id))
+    history = 0
+    for number in range(10**6):
+        await registry.begin_turn(kit.turn(f"t{{number}}", session_id=session_id, history=history))
+        print("begun", session_id, number, flush=True)
+        await kit.finish(registry, f"t{{number}}", session_id=session_id)
+        print("done", session_id, number, flush=True)
+        history += 4
+
+asyncio.run(main())
+"""
+
+
+async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
+    random_instants = random.Random(2)
+    script = WRITER.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    for generation in range(1, 11):
+        writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        said = [writer.stdout.readline().split() for _ in range(random_instants.randrange(1, 40))]
+        writer.send_signal(signal.SIGKILL)
+        said += [line.split() for line in writer.stdout.read().splitlines() if line.count(" ") == 2]
+        writer.stdout.close()
+        writer.wait()
+        what, session_id, number = said[-1]
+        registry = await open_sqlite(tmp_path)
+        try:
+            assert registry.generation == 2 * generation
+            turns = await registry.list_turns(session_id)
+            n_done = sum(t.outcome is not None for t in turns)
+            n_acknowledged = int(number) + (what == "done")
+            assert n_done in (n_acknowledged, n_acknowledged + 1)  # the one in flight may have made it
+            assert len(turns) >= int(number) + 1
+            record = await registry.get_session(session_id)
+            assert record.n_turns == n_done
+            assert record.n_tokens == len(await registry.session_tokens(session_id)) == 4 * n_done
+            assert [t.turn_id for t in await registry.open_turns() if t.session_id == session_id] == [
+                t.turn_id for t in turns if t.outcome is None
+            ]
+        finally:
+            await registry.close()
+
+
+# SQLite alone.
+
+
+async def test_a_state_of_a_newer_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "registry.sqlite3") as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(CannotStart, match=r"version 99 .* --state"):
+        await open_sqlite(tmp_path)
+
+
+async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "registry.sqlite3").write_bytes(b"something else entirely, and long enough to be looked at" * 10)
+    with pytest.raises(CannotStart, match="cannot be opened"):
+        await open_sqlite(tmp_path)
+
+
+async def test_commits_reach_the_disk(tmp_path: Path) -> None:
+    registry = await SqliteRegistry(tmp_path / "registry.sqlite3").open(new_coordinator_id="c1")
+    try:
+        modes = await registry._read(
+            lambda db: [db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("journal_mode", "synchronous")]
+        )
+        assert modes == ["wal", 2]  # 2 = FULL
+    finally:
+        await registry.close()

@@ -1,0 +1,120 @@
+"""What a client may ask, and the sentence that each mistake gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.coordinator.errors import BadRequest, CoordinatorError
+from kvferry.coordinator.registry import PageKey
+from kvferry.coordinator.requests import answer_budget, page_key, page_size, page_token, turn_request
+from kvferry.proto.status import STATUS_OF
+from kvferry.proto.v1 import chat_pb2, common_pb2
+
+
+def ask(*messages: tuple[str, str], **fields: object) -> chat_pb2.GenerateRequest:
+    made = [chat_pb2.ChatMessage(role=role, content=content) for role, content in messages or [("user", "hi")]]
+    return chat_pb2.GenerateRequest(**{"session_id": "s", "messages": made, **fields})
+
+
+def sampling(**fields: object) -> chat_pb2.GenerateRequest:
+    return ask(sampling=common_pb2.SamplingSettings(**fields))
+
+
+BAD = [
+    (ask(messages=[]), "empty_prompt", "at least one message"),
+    (ask(("user", " \n")), "empty_prompt", "has no text"),
+    (ask(("robot", "hi")), "invalid_message", "role 'robot': give one of system, user, assistant"),
+    (ask(("user", "hi"), ("system", "be")), "invalid_message", "message 2 has the role system"),
+    (ask(("user", "hi"), ("assistant", "ho")), "invalid_message", "has to be the user's"),
+    (ask(*[("user", "hi")] * 1025), "invalid_message", "1025 messages"),
+    (ask(session_id=""), "invalid_name", "session_id is ''"),
+    (ask(session_id="a/b"), "invalid_name", "session_id is 'a/b'"),
+    (ask(session_id="ä"), "invalid_name", "session_id"),
+    (ask(session_id="a" * 129), "invalid_name", "1 to 128 characters"),
+    (ask(turn_id="a b"), "invalid_name", "turn_id is 'a b'"),
+    (sampling(temperature=-1), "invalid_sampling", r"temperature is -1: give a number in \[0, 100\]"),
+    (sampling(temperature=float("nan")), "invalid_sampling", "temperature is nan"),
+    (sampling(temperature=float("inf")), "invalid_sampling", "temperature is inf"),
+    (sampling(top_p=0), "invalid_sampling", r"top_p is 0: give a number in \(0, 1\]"),
+    (sampling(top_p=1.5), "invalid_sampling", "top_p is 1.5"),
+    (sampling(top_p=float("nan")), "invalid_sampling", "top_p is nan"),
+    (sampling(min_p=-0.1), "invalid_sampling", "min_p is -0.1"),
+    (sampling(repetition_penalty=0), "invalid_sampling", "repetition_penalty is 0"),
+    (sampling(top_logprobs=21), "invalid_sampling", "top_logprobs is 21"),
+    (ask(stop=["x"] * 17), "invalid_request", "17 stop strings: at most 16"),
+    (ask(stop=["x", ""]), "invalid_request", "stop string 2 has 0 characters"),
+    (ask(stop=["x" * 257]), "invalid_request", "257 characters: give 1 to 256"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "sentence"), BAD, ids=[f"{code}-{n}" for n, (_, code, _) in enumerate(BAD)]
+)
+def test_each_mistake_has_its_code_and_its_sentence(
+    request_: chat_pb2.GenerateRequest, code: str, sentence: str
+) -> None:
+    with pytest.raises(BadRequest, match=sentence) as refused:
+        turn_request(request_)
+    assert refused.value.code == code
+    assert "\n" not in str(refused.value)
+
+
+def test_defaults_are_filled_in() -> None:
+    filled = turn_request(sampling(temperature=0.8, seed=7)).sampling
+    assert {field.name for field, _ in filled.ListFields()} == {f.name for f in filled.DESCRIPTOR.fields}
+    assert (round(filled.temperature, 6), filled.seed, filled.top_p, filled.repetition_window) == (0.8, 7, 1.0, 64)
+
+
+def test_equal_requests_have_equal_digests_and_others_do_not() -> None:
+    base = turn_request(ask(stop=["a"], max_tokens=5)).digest
+    assert turn_request(ask(stop=["a"], max_tokens=5, sampling=common_pb2.SamplingSettings(top_p=1))).digest == base
+    others = [
+        ask(stop=["b"], max_tokens=5),
+        ask(max_tokens=5),
+        ask(stop=["a"], max_tokens=6),
+        ask(("user", "hello"), stop=["a"], max_tokens=5),
+        ask(("user", "h"), ("user", "i"), stop=["a"], max_tokens=5),
+        ask(stop=["a"], max_tokens=5, sampling=common_pb2.SamplingSettings(seed=1)),
+    ]
+    assert len({turn_request(r).digest for r in others} | {base}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "max_tokens", "contexts", "expected"),
+    [
+        (100, 50, [2048], 50),
+        (100, 0, [2048], 1948),
+        (100, 0, [2048, 512], 412),  # every node that can hold the prompt may take over
+        (600, 0, [2048, 512], 1448),
+        (100, 5000, [2048, 512], 1948),
+        (2047, 0, [2048], 1),
+    ],
+)
+def test_the_answer_fits_the_context(n_prompt: int, max_tokens: int, contexts: list[int], expected: int) -> None:
+    assert answer_budget(n_prompt, max_tokens, contexts) == expected
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
+    with pytest.raises(BadRequest, match=r"the prompt has 2048 tokens .* the context holds 2048") as refused:
+        answer_budget(2048, 1, [2048, 512])
+    assert refused.value.code == "prompt_too_long"
+
+
+def test_page_tokens_go_round_and_forged_ones_are_refused() -> None:
+    key = PageKey(updated_at_ms=12345, session_id="a.b-c_d")
+    assert page_key(page_token(key)) == key
+    assert page_key("") is None
+    for forged in ("x", "!!!!", "YWJj", page_token(PageKey(updated_at_ms=1, session_id="a/b")), "é"):
+        with pytest.raises(BadRequest, match="page_token"):
+            page_key(forged)
+    assert (page_size(0), page_size(7), page_size(10**6)) == (100, 7, 1000)
+
+
+def test_every_error_that_can_reach_a_caller_has_a_status() -> None:
+    def below(cls: type[CoordinatorError]) -> set[type[CoordinatorError]]:
+        return {cls}.union(*(below(sub) for sub in cls.__subclasses__()))
+
+    from kvferry.coordinator.errors import CannotStart
+
+    missing = {e.code for e in below(CoordinatorError) - below(CannotStart)} - set(STATUS_OF)
+    assert missing == set()

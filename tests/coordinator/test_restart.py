@@ -1,0 +1,107 @@
+"""The coordinator goes away in the middle of an answer; whoever comes back gives the same stream."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import grpc
+import grpc.aio
+import pytest
+from cluster_kit import PATIENCE_S, Client, Cluster, Processes, all_of, code_of, ids_of, kinds_of, take_tokens
+from scripted_worker import Script, scripted_answer
+
+from kvferry.coordinator.server import LoadedModel
+from kvferry.engine.text.model import ChatMessage
+from kvferry.proto.v1 import chat_pb2
+
+
+async def resume_until_served(client: Client, session: str, from_index: int) -> list[chat_pb2.TurnEvent]:
+    """What a program does: ask again while the coordinator is away or has no node yet, from where it is."""
+    events: list[chat_pb2.TurnEvent] = []
+    async with asyncio.timeout(3 * PATIENCE_S):
+        while True:
+            try:
+                async for event in client.resume(session, from_index=from_index + len(ids_of(events))):
+                    events.append(event)
+                return events
+            except grpc.aio.AioRpcError as e:
+                assert e.code() is grpc.StatusCode.UNAVAILABLE, e.details()
+                await asyncio.sleep(0.1)
+
+
+async def test_an_orderly_stop_sends_readers_away_and_the_turn_is_taken_up_again(
+    cluster: Cluster, model: LoadedModel
+) -> None:
+    worker = await cluster.worker("a", Script(token_seconds=0.01))
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    events = client.generate(session, "Hi", max_tokens=50)
+    first = await take_tokens(events, 5)
+    stopping = asyncio.create_task(cluster.restart())
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for event in events:
+            first += ids_of([event])
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert code_of(error.value) == "draining"
+    await stopping
+    rest = await resume_until_served(client, session, len(first))
+    prompt = model.text.first_turn([ChatMessage("user", "Hi")])
+    assert first + ids_of(rest) == scripted_answer(prompt, 0, 50)
+    again = worker.requests[-1]
+    assert list(again.token_ids) == prompt  # from the turn's record alone
+    assert (again.epoch, again.coordinator_generation) == (2, 2)
+
+
+async def test_finished_turns_and_sessions_are_the_same_after_a_restart(cluster: Cluster) -> None:
+    await cluster.worker("a", Script(end_after=6))
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    live = [await all_of(client.generate(session, text, turn_id=text, seed=9)) for text in ("one", "two")]
+    before = await client.get(session)
+    await cluster.restart()
+    client = cluster.client()
+    after = await client.get(session)
+    after.session.last_node_id = before.session.last_node_id  # not remembered, by contract
+    assert after == before
+    for text, events in zip(("one", "two"), live, strict=True):
+        assert await all_of(client.resume(session, text)) == events
+        assert await all_of(client.generate(session, text, turn_id=text, seed=9)) == events
+    assert kinds_of(await all_of(client.resume(session, "two", from_index=6))) == ["started", "placed", "finished"]
+
+
+@pytest.mark.parametrize("n_before_kill", [0, 1, 13])
+async def test_a_coordinator_killed_with_sigkill_gives_the_same_stream_when_it_is_back(
+    processes: Processes, model: LoadedModel, n_before_kill: int
+) -> None:
+    coordinator, address = processes.coordinator()
+    for name in "ab":
+        processes.worker(name, address, "--token-seconds", "0.02")
+    client = Client(address)
+    try:
+        await client.until_nodes(2)
+        session = await client.new_session()
+        events = client.generate(session, "Hi", max_tokens=40, seed=2)
+        await anext(events)  # started: the record is durable
+        first = await take_tokens(events, n_before_kill)
+        coordinator.send_signal(signal.SIGKILL)
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for event in events:
+                first += ids_of([event])
+        coordinator.wait()
+        processes.coordinator(address)
+        rest = await resume_until_served(client, session, len(first))
+        prompt = model.text.first_turn([ChatMessage("user", "Hi")])
+        assert first + ids_of(rest) == scripted_answer(prompt, 2, 40), processes.logs()
+        assert rest[-1].finished.n_answer_tokens == 40
+        assert (await client.status()).generation == 2
+    finally:
+        await client.channel.close()
+
+
+def test_sigterm_ends_the_process_in_order(processes: Processes) -> None:
+    coordinator, _ = processes.coordinator()
+    coordinator.send_signal(signal.SIGTERM)
+    assert coordinator.wait(PATIENCE_S) == 0, processes.logs()
