@@ -60,6 +60,10 @@ class StoreDirectory:
             self.fs.make_directories(str(self.path))
             self.fs.make_directories(str(self._trash))
 
+    def exists(self) -> bool:
+        """Whether anything was ever written here."""
+        return self._status(self.path) is not None
+
     def snapshot_names(self) -> set[str]:
         """Entries named as snapshots; others are ignored."""
         return {name for name in self._names(self.path) if names.is_snapshot(name)}
@@ -74,7 +78,7 @@ class StoreDirectory:
         """A new temporary file for ``target``, which reserves its bytes by its name; makes the directory when it is
         missing."""
         path = self.path / names.temp_name(target, self.node_id, self._unique(), reserved_bytes)
-        if not self._exists(self.path):
+        if not self.exists():
             self.make()
         with create_temp(self.fs, path) as temp:
             yield temp
@@ -189,9 +193,6 @@ class StoreDirectory:
                 return self.fs.lstat(str(path))
             except FileNotFoundError:
                 return None
-
-    def _exists(self, path: Path) -> bool:
-        return self._status(path) is not None
 
     def _rename(self, source: Path, target: Path) -> bool:
         """False when source or the target's folder is missing."""

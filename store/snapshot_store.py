@@ -297,6 +297,8 @@ class SnapshotStore:
         Raises StoreFull when pinned files alone exceed the budget, StoreUnavailable.
         """
         self._must_write("evict")
+        if not self._directory.exists():
+            return ()
         return self._make_room(self._directory.now_ns(), 0, self.path)
 
     def _free(self, n_bytes: int) -> None:
