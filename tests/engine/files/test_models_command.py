@@ -74,3 +74,34 @@ def test_inspect_shows_a_model_that_cannot_be_run_and_says_why(tmp_path: Path, w
     facts = json.loads(run("inspect", str(write_gguf(tmp_path / "m.gguf", "mamba")), "--json", "--tensors").stdout)
     assert "'mamba' is not supported" in facts["config"]["cannot be run"]
     assert facts["tensors"][1] == {"name": "blk.0.ffn_up.weight", "shape": [64, 32], "kind": "q8_0", "bytes": 2176}
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code", "sentence"),
+    [
+        ("half.gguf", 4, "was cut short"),
+        ("folder", 4, "without a config.json"),
+        ("mamba.gguf", 0, ""),
+        ("nothing", 3, "there is no model"),
+    ],
+)
+def test_from_the_shell_a_bad_model_is_one_sentence_and_an_exit_code(
+    tmp_path: Path, write_gguf: WriteGguf, name: str, exit_code: int, sentence: str
+) -> None:
+    whole = write_gguf(tmp_path / "mamba.gguf", "mamba").read_bytes()
+    (tmp_path / "half.gguf").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "folder").mkdir()
+    command = [
+        sys.executable,
+        "-c",
+        "from kvferry.client.cli import main; main()",
+        "models",
+        "inspect",
+        str(tmp_path / name),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == exit_code, done.stderr
+    if exit_code:
+        assert done.stderr.startswith("error: ")
+        assert sentence in done.stderr
+        assert done.stderr.count("\n") == 1
