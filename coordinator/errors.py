@@ -126,6 +126,10 @@ class StatePathInvalid(CannotStart):
     code = "state_path_invalid"
 
 
+class StorePathInvalid(CannotStart):
+    code = "store_path_invalid"
+
+
 class StateInUse(CannotStart):
     code = "state_in_use"
 

@@ -26,7 +26,7 @@ from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
 from kvferry.coordinator.registry import Registry
 from kvferry.coordinator.service import ChatService
-from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.snapshots import SnapshotView, check_store_path
 from kvferry.coordinator.sqlite_registry import SqliteRegistry
 from kvferry.coordinator.state_directory import StateDirectory
 from kvferry.coordinator.tasks import Background
@@ -69,6 +69,7 @@ class LoadedModel:
 async def run(settings: CoordinatorSettings) -> None:
     """The whole life of a coordinator. Raises CannotStart, and what loading the model raises."""
     stop = stop_on_signals()
+    check_store_path(settings.store)
     model = await asyncio.to_thread(LoadedModel.load, settings.model)
     async with open_state(settings.state) as registry, serve(settings, model, registry) as address:
         logger.info("serving %s on %s, generation %d", model.text.model_name, address, registry.generation)
@@ -96,7 +97,7 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
     """Serve on ``settings.listen``; yields the address with the real port. Raises CannotListen."""
     clock = time.monotonic
     fleet = Fleet(settings.lease, clock)
-    snapshots = SnapshotView(settings.store, model.text.vocab_size)
+    snapshots = SnapshotView(settings.store)
     transport, background = GrpcTransport(), Background()
     around = Surroundings(
         registry=registry, fleet=fleet, transport=transport, snapshots=snapshots, background=background,
@@ -117,7 +118,7 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(
         FleetService(
             fleet=fleet, snapshots=snapshots, generation=registry.generation, model_name=model.text.model_name,
-            tokenizer_digest=model.text.digest, vocabulary_size=model.text.vocab_size,
+            tokenizer_digest=model.text.digest,
         ), server,
     )  # fmt: skip
     health_servicer = add_health_and_reflection(server)

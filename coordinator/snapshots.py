@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from kvferry.coordinator.errors import StorePathInvalid
 from kvferry.store.errors import StoreError
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.snapshot_store import SnapshotStore
@@ -28,15 +29,30 @@ MAX_WAITING_JOBS: Final = 1_024
 """While the store hangs, announcements beyond this are dropped: the next look at the directory finds those files."""
 
 
+LOOK_SECONDS: Final = 1.0
+"""A mount that hangs is no reason not to start; a local stat takes microseconds, one over a LAN a millisecond."""
+
+
+def check_store_path(root: Path | None) -> None:
+    """Raises StorePathInvalid when something is there that is not a folder."""
+    if root is None:
+        return
+    found: list[bool] = []
+    looking = threading.Thread(target=lambda: found.append(root.exists() and not root.is_dir()), daemon=True)
+    looking.start()
+    looking.join(LOOK_SECONDS)
+    if any(found):
+        raise StorePathInvalid(f"the store path {root} is not a folder: give the snapshot folder that the nodes share")
+
+
 class SnapshotView:
     """The store's index by fingerprint. All methods from the event loop; a daemon thread of its own does the I/O.
 
     The thread is a daemon and nobody waits for it, since a hung NFS call cannot be interrupted.
     """
 
-    def __init__(self, root: Path | None, vocab_size: int) -> None:
+    def __init__(self, root: Path | None) -> None:
         self._root = root
-        self._vocab_size = vocab_size
         self._stores: dict[str, SnapshotStore] = {}
         self._n_bytes: dict[str, int] = {}
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_JOBS)
@@ -51,12 +67,12 @@ class SnapshotView:
         """Asks the thread to end; does not wait for it."""
         self._submit(None)
 
-    def watch(self, fingerprint: str, geometry: KvGeometry) -> None:
+    def watch(self, fingerprint: str, geometry: KvGeometry, vocab_size: int) -> None:
         """A node with this fingerprint is in the fleet."""
         if self._root is None or fingerprint in self._stores:
             return
         try:
-            store = SnapshotStore.index_only(self._root, fingerprint, geometry, self._vocab_size)
+            store = SnapshotStore.index_only(self._root, fingerprint, geometry, vocab_size)
         except StoreError as e:
             logger.warning("snapshots of fingerprint %s are not used for routing: %s", fingerprint, e)
             return
