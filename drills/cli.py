@@ -97,7 +97,7 @@ def list_drills() -> None:
     "--keep", type=click.Path(path_type=Path, file_okay=False), default=None, help="Keep files and logs here."
 )
 def demo(seed: int | None, model: str, threads_per_node: int | None, json_file: Path | None, keep: Path | None) -> None:
-    """Run the demo; exit code 3 when a token was lost, came twice or differs."""
+    """Run the demo; exit code 20 when a token was lost, came twice or differs."""
     console = Console(highlight=False)
     with _directory(keep) as directory, _sigterm_interrupts(), console.status("…") as status:
         options = DemoOptions(

@@ -82,10 +82,15 @@ class LocalCluster:
         self.stop()
 
     def start(self) -> None:
-        """The coordinator, then all nodes at once; returns when all are live. Raises ProcessFailed, DirectoryBusy."""
+        """The coordinator, then the nodes; returns when all are live. Raises ProcessFailed, DirectoryBusy.
+
+        The first node goes ahead: on a machine that never ran one it compiles the kernels, and the others find them.
+        """
         self._lock()
         self.start_coordinator()
-        self.start_nodes(self.nodes)
+        first, *others = self.nodes
+        self.start_nodes([first])
+        self.start_nodes(others)
         self.wait_live(self.nodes)
 
     def start_coordinator(self) -> None:

@@ -40,4 +40,4 @@ class VerdictFailed(DrillError):
     """The drill ran, and the cluster did not keep its promise."""
 
     code = "verdict_failed"
-    exit_code = 3
+    exit_code = 20  # unlike every reason not to run at all

@@ -1,4 +1,4 @@
-"""The coordinator, or everything, is killed: the client goes on by itself, or a new one finds the conversation as it was."""
+"""The coordinator, or everything, is killed: the client goes on by itself, and the conversation is as it was."""
 
 from __future__ import annotations
 

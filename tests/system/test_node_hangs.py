@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.client.errors import NoNode
-from kvferry.client.sdk import Client, NodeState, Token
+from kvferry.client.sdk import Client, NodeState
 from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.conversation import hold_turn
 
@@ -35,17 +35,14 @@ def test_with_no_node_left_a_client_is_told_when_to_ask_again_and_the_turn_is_ke
         Client(cluster.address) as patient,
     ):
         session = impatient.create_session()
-        seen = 0
+        strike = Strike(20, cluster.kill_node)
         with pytest.raises(NoNode, match="no node") as caught:
-            for event in (stream := session.generate(turn.text, max_tokens=turn.max_tokens, sampling=turn.sampling)):
-                seen += isinstance(event, Token)
-                if seen == 20 and cluster.nodes["node-1"].is_running:
-                    cluster.kill_node("node-1")
+            hold_turn(session, turn, strike, turn_id="kept")
         assert caught.value.retry_after_s is not None
-        assert [node.state for node in patient.nodes()] == [NodeState.DEAD]
-        assert patient.session(session.id).details().session.open_turn_id == stream.turn_id
+        assert patient.nodes()[0].state in {NodeState.SUSPECT, NodeState.DEAD}
+        assert patient.session(session.id).details().session.open_turn_id == "kept"
         cluster.start_nodes(["node-1"])
-        answer = patient.session(session.id).resume(stream.turn_id).collect()
+        answer = patient.session(session.id).resume("kept").collect()
         assert answer.token_ids == tuple(token.token_id for token in control.answer(turn).received)
         assert answer.text == control.answer(turn).text
 

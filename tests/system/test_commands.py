@@ -1,0 +1,199 @@
+"""kvferry up, chat and drill as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+KVFERRY = [sys.executable, "-m", "kvferry.client.cli"]
+
+
+@pytest.fixture
+def up(model, tmp_path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], str]]]:
+    """Starts `kvferry up` and gives it with its coordinator's address once it has said what to do next."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> tuple[subprocess.Popen[str], str]:
+        process = subprocess.Popen(
+            [*KVFERRY, "up", "--nodes", "2", "--port", "0", "--dir", str(tmp_path / "up")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        address, said = "", ""
+        for line in process.stdout:
+            said += line
+            found = re.match(r"Talk to it: +kvferry chat --coordinator (\S+)", line)
+            address = found.group(1) if found else address
+            if line.startswith("Ctrl-C stops it"):
+                return process, address
+        raise AssertionError(f"up ended with {process.wait()}: {said}")
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        assert process.stdout is not None
+        process.stdout.close()
+        process.wait(10)
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = psutil.Process(process.pid).children(recursive=True)
+    assert len(found) == 3
+    return found
+
+
+def assert_gone(processes: list[psutil.Process], timeout_s: float = 20.0) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    assert not alive, alive
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_up_leaves_no_process_behind(up, number):
+    process, _ = up()
+    children = family(process)
+    process.send_signal(number)
+    assert process.wait(30) == (0 if number is not signal.SIGKILL else -signal.SIGKILL)
+    assert_gone(children)
+
+
+def test_chat_from_a_pipe_and_its_sessions_after_the_next_up(up):
+    process, address = up()
+    lines = "My name is Ada.\nWhat is the capital of France?\n"
+    chat = [*KVFERRY, "chat", "--coordinator", address, "--session", "ada", "--max-tokens", "16"]
+    said = subprocess.run(chat, input=lines, capture_output=True, text=True, timeout=60, check=True)
+    assert len(said.stdout.strip()) > 20
+    assert len(re.findall(r"\[node-\d; \d+ tokens: \d+ in memory, \d+ restored, \d+ computed;", said.stderr)) == 2
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+
+    _, address = up()
+    shown = subprocess.run(
+        [*KVFERRY, "sessions", "show", "ada", "--json", "--coordinator", address],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    details = json.loads(shown.stdout)
+    assert [turn["messages"][0]["content"] for turn in details["turns"]] == lines.splitlines()
+    chat[chat.index("--coordinator") + 1] = address
+    again = subprocess.run(chat, input="And of Spain?\n", capture_output=True, text=True, timeout=60, check=True)
+    reuse = re.search(r"(\d+) tokens: 0 in memory, (\d+) restored", again.stderr)
+    assert reuse is not None, again.stderr
+    assert int(reuse.group(2)) > 40
+
+
+@contextmanager
+def chatting(address: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """`kvferry chat` in a pseudo terminal, and our end of that; it must end well."""
+    ours, its = pty.openpty()
+    command = [*KVFERRY, "chat", "--coordinator", address, *arguments]
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True)
+    os.close(its)
+    try:
+        yield process, ours
+        assert process.wait(30) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+        os.close(ours)
+
+
+def test_chat_in_a_terminal(cluster):
+    with chatting(cluster.address, "--max-tokens", "12") as (_, terminal):
+        read_until(terminal, "> ")
+        os.write(terminal, b"Say hello.\n")
+        assert "in memory" in read_until(terminal, "first after")
+        read_until(terminal, "> ")
+        os.write(terminal, b"/nonsense\n")
+        assert "there is no command /nonsense" in read_until(terminal, "/quit")
+        read_until(terminal, "> ")
+        os.write(terminal, b"/sessions\n")
+        assert "tokens" in read_until(terminal, "> ")
+        os.write(terminal, b"/quit\n")
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_conversation(cluster):
+    with chatting(cluster.address, "--max-tokens", "1500") as (process, terminal):
+        read_until(terminal, "> ")
+        os.write(terminal, b"Write a very long story about a ferry, in twenty chapters.\n")
+        read_until(terminal, " the ")
+        process.send_signal(signal.SIGINT)
+        read_until(terminal, ", stopped]")
+        read_until(terminal, "> ")
+        os.write(terminal, b"Say hello in one word.\n")
+        read_until(terminal, "first after")
+        os.write(terminal, b"/quit\n")
+
+
+def test_chat_survives_a_restart_of_the_coordinator(cluster):
+    command = [*KVFERRY, "chat", "--coordinator", cluster.address, "--max-tokens", "300", "--json"]
+    command += ["-m", "Write a long story about a river."]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as chat:
+        assert chat.stdout is not None
+        events = []
+        for line in chat.stdout:
+            events.append(json.loads(line))
+            if sum(event["event"] == "token" for event in events) == 5 and cluster.coordinator.is_running:
+                cluster.kill_coordinator()
+                cluster.start_coordinator()
+        assert chat.wait(60) == 0
+    tokens = [event["sequence"] for event in events if event["event"] == "token"]
+    assert tokens == list(range(len(tokens)))
+    assert len(tokens) > 100
+    assert any(event["event"] == "connection_lost" for event in events)
+    assert events[-1]["event"] == "finished"
+    cluster.ensure_all_live()
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_its_promise_and_says_so(model, tmp_path):
+    report = tmp_path / "demo.json"
+    done = subprocess.run(
+        [*KVFERRY, "drill", "demo", "--seed", "7", "--json", str(report)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tokens lost 0, tokens duplicated 0, tokens differing 0" in " ".join(done.stdout.split())
+    verdict = json.loads(report.read_text())["verdict"]
+    assert (verdict["good"], verdict["n_turns"], verdict["lost"]) == (True, 3, 0)
+    assert verdict["n_tokens_compared"] > 150
+
+
+def test_the_drills_are_listed():
+    listed = subprocess.run([*KVFERRY, "drill", "list"], capture_output=True, text=True, check=True)
+    assert listed.stdout.startswith("demo  ")
+
+
+def read_until(terminal: int, text: str, timeout_s: float = 60.0) -> str:
+    """All that came up to and with `text`."""
+    seen = b""
+    deadline = time.monotonic() + timeout_s
+    while text.encode() not in seen and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                seen += os.read(terminal, 4096)
+            except OSError:  # the other side is gone
+                break
+    assert text.encode() in seen, seen.decode(errors="replace")
+    return seen.decode(errors="replace")
