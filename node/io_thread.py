@@ -24,7 +24,7 @@ from kvferry.engine.kv_cache import KvSequence
 from kvferry.node.errors import StoreDown
 from kvferry.node.messages import PublishDone, Published, PublishRequest, RestoreDone, RestoreRequest
 from kvferry.node.refusals import refused_prefixes
-from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError
+from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError, StoreFull
 from kvferry.store.snapshot_store import Match, SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class IoThread:
         self._progress = _Progress()
         self._read_error = "the store is not open yet"
         self._write_error = ""
+        self._is_full = False  # what only a save that fits can disprove
         self._opened = threading.Event()
         self._fatal: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-io", daemon=True)
@@ -218,11 +219,13 @@ class IoThread:
         """Nothing to do: see whether a failed store is back."""
         if self._store is None:
             self._open()
-        elif self._read_error:
-            self._begin("looking for snapshots")
+        elif self._read_error or self._write_error:
+            self._begin("looking whether it is back")
             try:
+                self._store.reap()  # writes, and makes the directory again should it be gone
                 self._store.refresh()
                 self._read_error = ""
+                self._write_error = self._write_error if self._is_full else ""
             except StoreError as error:
                 self._read_error = str(error)
             self._progress = _Progress()
@@ -299,7 +302,7 @@ class IoThread:
         try:
             info = self._store.publish(request.token_ids, _Staging(request.sequence, self._tell))
         except StoreError as error:
-            self._write_error = str(error)
+            self._write_error, self._is_full = str(error), isinstance(error, StoreFull)
             log.warning("session %s was not saved: %s", request.session_id, error)
             return PublishDone(request=request, error=error)
         except Exception as error:  # a bug in writing a file must not cost the session

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,6 +53,12 @@ class Answer:
             case "finished":
                 self.reason = response.finished.reason
 
+    def take_all(self, call: Iterable[worker_pb2.RunTurnResponse]) -> Answer:
+        """Add all messages to the end; raises the call's error."""
+        for response in call:
+            self.take(response)
+        return self
+
 
 @dataclass
 class RunningNode:
@@ -88,10 +94,7 @@ class RunningNode:
 
     def run_turn(self, tokens: Sequence[int], **request: object) -> Answer:
         """A turn to its end."""
-        answer = Answer()
-        for response in self.start_turn(tokens, **request):
-            answer.take(response)
-        return answer
+        return Answer().take_all(self.start_turn(tokens, **request))
 
     def status(self) -> worker_pb2.GetNodeStatusResponse:
         """How it is."""
