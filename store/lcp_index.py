@@ -17,8 +17,6 @@ import numpy as np
 from kvferry.store.geometry import TokenIds
 
 _NO_TOKENS: Final[TokenIds] = np.empty(0, np.int32)
-# Most edges of one conversation are short turns, but a run of single tokens must not pay for a numpy call each.
-_SCALAR_TOKENS: Final = 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -118,15 +116,17 @@ class LcpIndex:
         """The last node on the query's way, and how many tokens match; fewer than its depth when the way ends inside
         its edge."""
         node, n_matched, n_query = self._root, 0, len(token_ids)
+        ids = token_ids.data  # gives Python integers, at half the cost of numpy's
         while n_matched < n_query:
-            child = node.children.get(int(token_ids[n_matched]))
+            child = node.children.get(ids[n_matched])
             if child is None:
                 break
-            edge = child.tokens
-            n_same = _SCALAR_TOKENS if len(edge) == _SCALAR_TOKENS else common_prefix(edge, token_ids[n_matched:])
-            n_matched += n_same
             node = child
-            if n_same < len(edge):
+            if node.depth - n_matched == 1:  # a run of single tokens must not pay for a numpy call each
+                n_matched += 1
+                continue
+            n_matched += common_prefix(node.tokens, token_ids[n_matched:])
+            if n_matched < node.depth:
                 break
         return node, n_matched
 

@@ -46,7 +46,7 @@ def read_shape(model: str) -> ModelShape:
     path = _find(model)
     try:
         return _from_config(path) if path.name == "config.json" else _from_gguf(path)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise StoreMisuse(
             f"{path} does not tell the model's KV geometry ({type(error).__name__}: {error}); give it with --geometry",
             op="read model",

@@ -3,6 +3,7 @@ away."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -147,6 +148,41 @@ def test_what_is_pinned_stays_and_the_save_gives_way(make_store) -> None:
         assert _names(store) == {kept}
     _publish(store, 1)
     assert kept not in _names(store)
+
+
+def test_what_is_pinned_after_the_victims_were_chosen_stays_too(make_store) -> None:
+    pins = contextlib.ExitStack()
+    oldest = ""
+
+    def pin_while_the_directory_is_looked_at(call: str) -> None:
+        nonlocal oldest
+        if oldest and call == "names":
+            pins.enter_context(store.pin(oldest))
+            oldest = ""
+
+    store = make_store(max_files=2, fs=FaultyFileSystem(on_call=pin_while_the_directory_is_looked_at))
+    kept, gone = (_publish(store, number, used_at_s=100 + number) for number in range(2))
+    oldest = kept
+    newest = _publish(store, 2)
+    assert not oldest
+    assert _names(store) == {kept, newest}
+    assert gone not in _names(store)
+    pins.close()
+
+
+def test_what_is_being_evicted_cannot_be_pinned_any_more(make_store) -> None:
+    refused: list[str] = []
+
+    def pin_the_victim(call: str) -> None:
+        if call == "rename":
+            with pytest.raises(SnapshotGone), store.pin(victim):
+                pass
+            refused.append(victim)
+
+    store = make_store(max_files=1, fs=FaultyFileSystem(on_call=pin_the_victim))
+    victim = _publish(store, 0)
+    _publish(store, 1)
+    assert refused == [victim]
 
 
 def test_a_file_evicted_while_another_process_reads_it_is_read_to_its_end(make_store, tiny) -> None:
