@@ -7,7 +7,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from kvferry.coordinator.membership import Load, Member, Membership, Node, NodeState
+from kvferry.coordinator.membership import Load, LostNode, Member, Membership, Node, NodeState
 from kvferry.coordinator.routing import View
 from kvferry.coordinator.tasks import Bell
 
@@ -64,11 +64,15 @@ class Fleet:
             self._n_placed[node.node_id] -= 1
             self._n_placed += Counter()  # drops zeros
 
+    def why_lost(self, node: Node) -> LostNode | None:
+        """Why turns on this boot of the node have to move, or None when they may stay."""
+        return self._membership.why_lost(node.node_id, node.boot_id, self._clock())
+
     async def until_lost(self, node: Node) -> None:
         """Returns when turns on this boot of the node have to move."""
         while True:
             seen = self.changed.count
-            if self._membership.is_lost(node.node_id, node.boot_id, self._clock()):
+            if self.why_lost(node) is not None:
                 return
             await self.changed.wait(seen)
 

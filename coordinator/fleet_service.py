@@ -25,14 +25,14 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     generation: int
     model_name: str
     tokenizer_digest: str
-    vocabulary_size: int
 
     @unary
     async def Register(self, request: fleet_pb2.RegisterRequest, context: Context) -> fleet_pb2.RegisterResponse:
         self._check(request)
         replaced = self.fleet.register(node_of(request))
         g = request.geometry
-        self.snapshots.watch(request.fingerprint, KvGeometry(g.n_layers, g.n_kv_heads, g.head_dim, g.block_size))
+        geometry = KvGeometry(g.n_layers, g.n_kv_heads, g.head_dim, g.block_size)
+        self.snapshots.watch(request.fingerprint, geometry, request.vocabulary_size)
         logger.info(
             "node %s registered at %s (fingerprint %s, %d resident sessions%s)",
             request.node_id, request.address, request.fingerprint, len(request.resident),
@@ -68,7 +68,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             raise BadRequest(
                 "a node has to name its boot_id, its address (host:port), its fingerprint and its context_length"
             )
-        if request.tokenizer_digest != self.tokenizer_digest or request.vocabulary_size != self.vocabulary_size:
+        # not the vocabulary's size: a model may have rows of padding that its tokenizer does not know
+        if request.tokenizer_digest != self.tokenizer_digest:
             raise ModelMismatch(
                 f"node {request.node_id} serves {request.model or 'a model without a name'} with another tokenizer or "
                 f"chat template than {self.model_name}, which this coordinator serves: start both with the same --model"

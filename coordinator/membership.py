@@ -84,6 +84,14 @@ class Member:
     silent_seconds: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LostNode:
+    """``cause``: one of those named in chat.proto's NodeLost. ``detail``: for a person."""
+
+    cause: str
+    detail: str
+
+
 @dataclasses.dataclass(slots=True)
 class _Entry:
     node: Node
@@ -167,12 +175,16 @@ class Membership:
         """Everyone known, by node id."""
         return tuple(self._member(entry, now_s) for _, entry in sorted(self._entries.items()))
 
-    def is_lost(self, node_id: str, boot_id: str, now_s: float) -> bool:
-        """Whether turns on this boot have to move: dead, replaced by another boot, or gone."""
+    def why_lost(self, node_id: str, boot_id: str, now_s: float) -> LostNode | None:
+        """Why turns on this boot have to move, or None when they may stay."""
         entry = self._entries.get(node_id)
-        if entry is None or entry.node.boot_id != boot_id:
-            return True
-        return self._member(entry, now_s).state is NodeState.DEAD
+        if entry is None:
+            return LostNode("draining", "it left the fleet")
+        if entry.node.boot_id != boot_id:
+            return LostNode("broken_stream", "it was started anew")
+        if self._member(entry, now_s).state is NodeState.DEAD:
+            return LostNode("lease_expired", f"it was not heard for its whole lease of {self.lease_seconds:g} s")
+        return None
 
     def _member(self, entry: _Entry, now_s: float) -> Member:
         silent_s = max(0.0, now_s - entry.heard_s)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -167,26 +168,25 @@ def add_health_and_reflection(server: grpc.aio.Server) -> health.aio.HealthServi
 def listen(server: grpc.aio.Server, address: str) -> str:
     """Bind; returns host:port with the real port. Raises CannotListen."""
     host, _, port = address.rpartition(":")
+    refuse_unusable_address(address, host, int(port))
     try:
         bound = server.add_insecure_port(address)
     except RuntimeError as e:
-        raise CannotListen(f"cannot listen on {address}: {why_not(host, int(port))}") from e
-    if bound == 0:
-        raise CannotListen(f"cannot listen on {address}: {why_not(host, int(port))}")
+        raise CannotListen(f"cannot listen on {address}: {e}; give another address with --listen") from e
     return f"{host}:{bound}"
 
 
-def why_not(host: str, port: int) -> str:
-    """gRPC does not say why; binding once more does."""
-    import socket
-
+def refuse_unusable_address(address: str, host: str, port: int) -> None:
+    """Raises CannotListen with the reason, which gRPC prints to stderr and does not tell."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: closed connections do not count
             probe.bind(where)
+            probe.listen()
     except OSError as e:
-        return f"{(e.strerror or str(e)).lower()}; stop what uses it or give another address with --listen"
-    return "give another address with --listen"
+        reason = (e.strerror or str(e)).lower()
+        raise CannotListen(f"cannot listen on {address}: {reason}; stop what uses it, or give another --listen") from e
 
 
 def wall_ms() -> int:

@@ -57,6 +57,7 @@ LOSSES: Final[dict[str, tuple[str, Blame]]] = {
     "draining": ("draining", Blame.NODE),
     "lease_lost": ("lease_expired", Blame.NODE),
     "starting": ("refused", Blame.NODE),
+    "slow_client": ("refused", Blame.NODE),
     "stale_epoch": ("refused", Blame.NODE),
     "stale_coordinator": ("refused", Blame.NODE),
     "queue_full": ("refused", Blame.CAPACITY),
@@ -127,15 +128,17 @@ class GrpcTransport:
     async def _connect(self, address: str) -> None:
         """Tell a node that cannot be reached from one that breaks down over the turn."""
         channel = self._channel(address)
-        try:
-            await asyncio.wait_for(channel.channel_ready(), CONNECT_SECONDS)
-        except TimeoutError as e:
-            loss = Loss(
-                cause="broken_stream",
-                detail=f"no connection to {address} within {CONNECT_SECONDS:g} s",
-                blame=Blame.NODE,
-            )
-            raise PlacementLost(loss, connection_broke=True) from e
+        why = f"no connection to {address} within {CONNECT_SECONDS:g} s"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONNECT_SECONDS):
+                while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+                    if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                        why = f"{address} refuses connections"
+                        break
+                    await channel.wait_for_state_change(state)
+                else:
+                    return
+        raise PlacementLost(Loss(cause="broken_stream", detail=why, blame=Blame.NODE), connection_broke=True)
 
     def _stub(self, address: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:
         return worker_pb2_grpc.WorkerServiceStub(self._channel(address))

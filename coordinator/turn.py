@@ -57,6 +57,10 @@ class Blame(enum.Enum):
     NODE = "node"
 
 
+BRIEF_PLACEMENT_SECONDS: Final = 2.0
+"""A placement that was lost before this and brought nothing counts as waiting: longer than any connection attempt."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """Why a placement ended before the answer did. ``cause`` is one of those named in chat.proto's NodeLost."""
@@ -114,6 +118,7 @@ class Turn:
         self.answer_ids: list[int] = []
         self.events: list[chat_pb2.TurnEvent] = []
         self.placements: list[chat_pb2.Placement] = []
+        # Since when no node has worked on it, as far as a reader can tell.
         self.waiting_since_s = now_s
         # Not before this time may the turn be placed again.
         self.next_try_s = now_s
@@ -127,6 +132,7 @@ class Turn:
         self._pieces: list[str] = []
         self._with_logprobs: list[common_pb2.GeneratedToken] = []
         self._placed_announced = True
+        self._placed_s = now_s
         self._n_without_token = dict.fromkeys(Blame, 0)
         self._n_failures = 0
         self._began_s = now_s
@@ -161,7 +167,9 @@ class Turn:
 
     # What happens to a turn.
 
-    def place(self, node_id: str, fingerprint: str, epoch: int, candidates: Iterable[chat_pb2.CandidateNode]) -> None:
+    def place(
+        self, node_id: str, fingerprint: str, epoch: int, candidates: Iterable[chat_pb2.CandidateNode], now_s: float
+    ) -> None:
         """A node has it from now on, under an epoch that is durable."""
         if epoch <= self.epoch:
             raise AssertionError(f"epoch {epoch} after {self.epoch}")
@@ -172,6 +180,7 @@ class Turn:
         )
         self.placements.append(placement)
         self._placed_announced = False
+        self._placed_s = now_s
 
     def report_prefix(self, epoch: int, prefix: common_pb2.PrefixReport) -> None:
         """The node says where the rows of the prompt came from."""
@@ -202,14 +211,16 @@ class Turn:
         """The placement of ``epoch`` is over and the answer is not; a late message about an older one is ignored."""
         if self.phase is not Phase.RUNNING or epoch != self.epoch:
             return
+        took_it = self._placed_announced or now_s - self._placed_s >= BRIEF_PLACEMENT_SECONDS
         self._announce_placement()
         lost = chat_pb2.NodeLost(node_id=self.node_id, cause=loss.cause, detail=loss.detail)
         self._add(chat_pb2.TurnEvent(node_lost=lost), sequence=len(self.answer_ids))
+        # Each node may be busy with itself once before the turn pauses; a fleet in a rolling upgrade is not in trouble.
+        self._n_failures += loss.blame is not Blame.NODE or self.node_id in self.failed
         self.failed.pop(self.node_id, None)
-        self.failed[self.node_id] = loss.cause
+        self.failed[self.node_id] = f"{loss.cause}, {loss.detail}"
         self._lost_since_token = True
         self._n_without_token[loss.blame] += 1
-        self._n_failures += 1
         if self._exhausted(loss.blame):
             n = self._n_without_token[loss.blame]
             sentence = (
@@ -219,7 +230,8 @@ class Turn:
             self.fail(loss.code, sentence, now_s)
             return
         self._go(Phase.WAITING)
-        self.waiting_since_s = now_s
+        if took_it:
+            self.waiting_since_s = now_s
         if self._n_failures >= self._policy.max_placements:
             self.next_try_s = now_s + self._policy.backoff_seconds
             self._n_failures = 0

@@ -64,8 +64,8 @@ class TurnRunner:
         self.turn = turn
         # Rings after every event, for subscribers.
         self.changed = Bell()
-        # Why no node has it, while that is so.
-        self.obstacle = ""
+        # Why nobody works on it, while that is so; empty when a node has it or is about to.
+        self.obstacle = "the coordinator has just started and waits for its nodes"
         self.n_moves = 0
         self._history_ids = history_ids
         self._around = around
@@ -96,18 +96,21 @@ class TurnRunner:
     async def _find_node(self) -> Choice:
         """Wait until a node may take the turn; a choice without one when the turn is over before."""
         around, turn = self._around, self.turn
-        await first_of(around.settled.wait(), self._cancelled.wait())
+        if not around.settled.is_set():
+            await first_of(around.settled.wait(), self._cancelled.wait())
         choice = Choice(member=None, candidates=())
         while not turn.is_over:
             seen = around.fleet.changed.count
             if (pause_s := turn.next_try_s - self._now()) > 0:
+                self._stuck("; ".join(f"{node_id}: {why}" for node_id, why in turn.failed.items()))
                 await first_of(asyncio.sleep(pause_s), self._cancelled.wait())
                 continue
             stored = around.snapshots.longest_prefixes(self._token_ids())
             choice = route(around.fleet.view(stored), turn.route_request())
-            self.obstacle = choice.summary if choice.member is None else ""
             if choice.member is not None:
+                self.obstacle = ""
                 break
+            self._stuck(choice.summary)
             await first_of(around.fleet.changed.wait(seen), self._cancelled.wait())
         return choice
 
@@ -127,18 +130,19 @@ class TurnRunner:
             turn.epoch = epoch
             return
         node = choice.member.node
-        turn.place(node.node_id, node.fingerprint, epoch, candidates_of(choice))
+        turn.place(node.node_id, node.fingerprint, epoch, candidates_of(choice), self._now())
+        self.obstacle = ""
+        self.changed.ring()
         logger.info("%r placed", turn)
         with around.fleet.placement(node):
             await first_of(self._read(node, epoch), around.fleet.until_lost(node), self._cancelled.wait())
-        silence = Loss(
-            cause="lease_expired", detail=f"{node.node_id} was not heard for its whole lease", blame=Blame.TURN
-        )
-        turn.lose(epoch, silence, self._now())  # no effect when the stream or the answer ended by itself
+        if (lost := around.fleet.why_lost(node)) is not None:
+            # no effect when the stream or the answer ended by itself
+            turn.lose(epoch, Loss(cause=lost.cause, detail=lost.detail, blame=Blame.TURN), self._now())
         self.changed.ring()
         if turn.phase is Phase.WAITING:
             self.n_moves += 1
-            logger.warning("%r lost %s (%s)", turn, node.node_id, turn.failed.get(node.node_id))
+            logger.warning("%r lost %s: %s", turn, node.node_id, turn.failed.get(node.node_id))
             return
         around.fleet.note_resident(node, turn.record.session_id, self._n_tokens() - 1)
         if turn.outcome is not None and turn.outcome.reason in {FinishReason.STOP_STRING, FinishReason.CANCELLED}:
@@ -207,8 +211,17 @@ class TurnRunner:
         )  # fmt: skip
         async for attempt in retries:
             with attempt:
-                return await call()
+                try:
+                    return await call()
+                except RegistryUnavailable as e:
+                    self._stuck(str(e))
+                    raise
         raise AssertionError("endless retries ended")
+
+    def _stuck(self, obstacle: str) -> None:
+        """Nobody works on the turn: those who read it may want to know."""
+        self.obstacle = obstacle
+        self.changed.ring()
 
     def _request(self, epoch: int) -> worker_pb2.RunTurnRequest:
         record = self.turn.record

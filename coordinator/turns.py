@@ -248,19 +248,17 @@ class Turns:
 
     async def _wait_for_more(self, runner: TurnRunner, seen_count: int, arrived_s: float) -> None:
         """Until the next event. Raises NoNode when the turn waited too long for a node in front of this reader."""
-        if runner.turn.phase is not Phase.WAITING:
+        if runner.turn.phase is not Phase.WAITING or not runner.obstacle:
             await runner.changed.wait(seen_count)
             return
         waits_since_s = max(arrived_s, runner.turn.waiting_since_s)
         patience_s = waits_since_s + self._no_node_wait_s - self._around.clock()
         if patience_s > 0 and await runner.changed.wait(seen_count, patience_s):
             return
-        if runner.turn.phase is Phase.WAITING and runner.changed.count == seen_count:
-            why = runner.obstacle or "none was free yet"
-            raise NoNode(
-                f"no node can answer at the moment ({why}); "
-                "the turn is kept and goes on by itself when one can: resume it"
-            )
+        raise NoNode(
+            f"no node can answer at the moment ({runner.obstacle}); "
+            "the turn is kept and goes on by itself when one can: resume it"
+        )
 
     async def _replayed(self, record: TurnRecord, from_index: int) -> list[chat_pb2.TurnEvent]:
         if record.outcome is None:  # it ended since it was looked up, or stop() let go of it

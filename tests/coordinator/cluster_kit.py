@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 from scripted_worker import Script, ScriptedWorker
 
@@ -86,6 +87,20 @@ class Client:
 
 async def all_of(events: AsyncIterator[chat_pb2.TurnEvent]) -> list[chat_pb2.TurnEvent]:
     return [event async for event in events]
+
+
+async def resume_until_served(client: Client, session: str, from_index: int) -> list[chat_pb2.TurnEvent]:
+    """What a program does: ask again while the coordinator is away or has no node yet, from where it is."""
+    events: list[chat_pb2.TurnEvent] = []
+    async with asyncio.timeout(3 * PATIENCE_S):
+        while True:
+            try:
+                async for event in client.resume(session, from_index=from_index + len(ids_of(events))):
+                    events.append(event)
+                return events
+            except grpc.aio.AioRpcError as e:
+                assert e.code() is grpc.StatusCode.UNAVAILABLE, e.details()
+                await asyncio.sleep(0.1)
 
 
 async def take_tokens(events: AsyncIterator[chat_pb2.TurnEvent], n: int) -> list[int]:

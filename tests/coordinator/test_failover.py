@@ -19,6 +19,7 @@ from cluster_kit import (
     eventually,
     ids_of,
     kinds_of,
+    resume_until_served,
     retry_after_ms,
     take_tokens,
 )
@@ -277,6 +278,17 @@ async def test_the_whole_fleet_dying_and_returning_is_no_poison(cluster: Cluster
     events = await all_of(client.resume(session, "t1"))
     assert ids_of(events) == undisturbed(model, "Hi", 60)
     assert ids_of(events)[:5] == first
+
+
+async def test_a_fleet_that_only_refuses_is_no_node_either(cluster: Cluster, model: LoadedModel) -> None:
+    worker = await cluster.worker("a", Script(refuse="stale_coordinator"))
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    error = await no_node(client, client.generate(session, "Hi"))
+    assert "a: refused, stale_coordinator: scripted to say stale_coordinator" in str(error.details())
+    worker.script.refuse = ""
+    assert ids_of(await resume_until_served(client, session, 0)) == undisturbed(model, "Hi", 8)
 
 
 # Fingerprints.

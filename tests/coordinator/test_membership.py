@@ -44,7 +44,7 @@ def test_silence_makes_suspect_after_half_a_lease_and_dead_after_a_whole_one(
     membership = fleet(node())
     beat(membership, 10.0)
     assert state(membership, 10.0 + silent_s) is expected
-    assert membership.is_lost("a", "boot1", 10.0 + silent_s) is (expected is NodeState.DEAD)
+    assert (membership.why_lost("a", "boot1", 10.0 + silent_s) is not None) is (expected is NodeState.DEAD)
 
 
 def test_a_heartbeat_brings_even_a_dead_node_back() -> None:
@@ -58,7 +58,7 @@ def test_a_broken_stream_makes_suspect_at_once_until_the_node_is_heard_again() -
     membership = fleet(node())
     membership.stream_broke("a", "boot1")
     assert state(membership, 0.1) is NodeState.SUSPECT
-    assert not membership.is_lost("a", "boot1", 0.1)
+    assert membership.why_lost("a", "boot1", 0.1) is None
     beat(membership, 0.5)
     assert state(membership, 0.5) is NodeState.LIVE
 
@@ -79,15 +79,15 @@ def test_a_heartbeat_of_an_unknown_boot_asks_for_registration() -> None:
 def test_a_new_boot_replaces_the_old_one_whose_turns_are_lost() -> None:
     membership = fleet(node())
     assert membership.register(node(boot_id="boot2"), 1.0) == "boot1"
-    assert membership.is_lost("a", "boot1", 1.0)
-    assert not membership.is_lost("a", "boot2", 1.0)
+    assert membership.why_lost("a", "boot1", 1.0) is not None
+    assert membership.why_lost("a", "boot2", 1.0) is None
     assert len(membership.members(1.0)) == 1
 
 
 def test_registering_again_is_no_new_boot() -> None:
     membership = fleet(node())
     assert membership.register(node(), 1.0) is None
-    assert not membership.is_lost("a", "boot1", 1.0)
+    assert membership.why_lost("a", "boot1", 1.0) is None
 
 
 def test_two_processes_with_one_id_do_not_push_each_other_out_for_ever() -> None:
@@ -102,7 +102,7 @@ def test_a_node_that_left_is_forgotten_by_that_boot_only() -> None:
     assert not membership.deregister("a", "boot0")
     assert membership.deregister("a", "boot1")
     assert membership.members(1.0) == ()
-    assert membership.is_lost("a", "boot1", 1.0)
+    assert membership.why_lost("a", "boot1", 1.0) is not None
 
 
 def test_a_coordinator_that_slept_does_not_take_its_own_sleep_for_the_fleets_silence() -> None:
@@ -112,7 +112,7 @@ def test_a_coordinator_that_slept_does_not_take_its_own_sleep_for_the_fleets_sil
         beat(membership, tick * TICK_S)
     membership.tick(60.0)
     assert state(membership, 60.0, "a") is NodeState.LIVE
-    assert not membership.is_lost("a", "boot1", 60.0)
+    assert membership.why_lost("a", "boot1", 60.0) is None
     assert state(membership, 60.0 + LEASE_S) is NodeState.DEAD  # it had its chance
 
 
@@ -174,7 +174,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert set(states) == set(self.heard)
         for node_id, (boot, heard_s) in self.heard.items():
             silent_s = self.now - heard_s
-            assert self.membership.is_lost(node_id, boot, self.now) == (silent_s >= LEASE_S)
+            assert (self.membership.why_lost(node_id, boot, self.now) is not None) == (silent_s >= LEASE_S)
             assert states[node_id] is not NodeState.LIVE or silent_s < LEASE_S / 2
 
 

@@ -121,7 +121,7 @@ MEMBERS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(MEMBERS, max_size=6, unique_by=lambda m: m.node.node_id),
     st.integers(0, 700),

@@ -16,6 +16,7 @@ from kvferry.engine.text.stop import StopWatcher
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
 END = 256
+NOW = 0.0  # where the time decides nothing
 DEAD = Loss(cause="broken_stream", detail="UNAVAILABLE: gone", blame=Blame.TURN)
 DRAINING = Loss(cause="draining", detail="draining: bye", blame=Blame.NODE)
 FULL = Loss(cause="refused", detail="queue_full: full", blame=Blame.CAPACITY, code="queue_full")
@@ -82,7 +83,7 @@ def finish(turn: Turn) -> chat_pb2.TurnFinished:
 
 def test_events_come_in_order_with_their_sequence_numbers() -> None:
     turn = new_turn(max_tokens=3)
-    turn.place("a", "fp", 1, [chat_pb2.CandidateNode(node_id="a", chosen=True, reason="chosen")])
+    turn.place("a", "fp", 1, [chat_pb2.CandidateNode(node_id="a", chosen=True, reason="chosen")], NOW)
     turn.report_prefix(1, common_pb2.PrefixReport(n_tokens=5, n_computed=5))
     turn.receive(1, tokens("abc"), 1.0)
     finish(turn)
@@ -97,7 +98,7 @@ def test_events_come_in_order_with_their_sequence_numbers() -> None:
 
 def test_the_last_token_ends_the_turn_without_waiting_for_the_node_to_say_so() -> None:
     turn = new_turn(max_tokens=2)
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, tokens("ab"), 1.0)
     assert turn.phase is Phase.ENDING
     assert turn.outcome is not None
@@ -109,7 +110,7 @@ def test_the_last_token_ends_the_turn_without_waiting_for_the_node_to_say_so() -
 
 def test_an_end_token_is_part_of_the_answer_and_has_no_text() -> None:
     turn = new_turn()
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, [token(0, "a"), token(1, END)], 1.0)
     done = finish(turn)
     assert done.reason == common_pb2.FINISH_REASON_END
@@ -121,7 +122,7 @@ def test_an_end_token_is_part_of_the_answer_and_has_no_text() -> None:
 
 def test_a_stop_string_ends_the_turn_with_the_token_that_completed_it() -> None:
     turn = new_turn(stop=("lo w",))
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, tokens("hello world"), 1.0)
     assert turn.outcome is not None
     assert turn.outcome.reason is FinishReason.STOP_STRING
@@ -133,7 +134,7 @@ def test_a_stop_string_ends_the_turn_with_the_token_that_completed_it() -> None:
 
 def test_text_held_back_comes_with_the_finish() -> None:
     turn = new_turn(stop=("XYZ",), max_tokens=4)
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, [*tokens("aX"), token(2, 0xE2), token(3, 0x82)], 1.0)
     done = finish(turn)
     assert done.tail_text
@@ -142,14 +143,14 @@ def test_text_held_back_comes_with_the_finish() -> None:
 
 def test_a_character_of_several_tokens_is_the_text_of_its_last_one() -> None:
     turn = new_turn(max_tokens=3)
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, tokens("€"), 1.0)
     assert [e.token.text for e in turn.events if e.HasField("token")] == ["", "", "€"]
 
 
 def test_logprobs_reach_the_reader_with_text_and_survive_in_the_outcome() -> None:
     turn = new_turn(max_tokens=1)
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     given_token = common_pb2.GeneratedToken(
         index=0, token_id=97, logprob=-0.5, top_logprobs=[common_pb2.TokenLogprob(token_id=98, logprob=-1.5)]
     )
@@ -166,15 +167,15 @@ def test_logprobs_reach_the_reader_with_text_and_survive_in_the_outcome() -> Non
 
 def test_the_next_node_goes_on_where_the_last_one_stopped() -> None:
     turn = new_turn(max_tokens=4)
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, tokens("ab"), 1.0)
     turn.lose(1, DEAD, 2.0)
     assert turn.phase is Phase.WAITING
     assert turn.token_ids == [1, 2, 3, 97, 98]
     request = turn.route_request()
     assert request.n_tokens == 7
-    assert request.failed == {"a": "broken_stream"}
-    turn.place("b", "fp", 2, [])
+    assert request.failed == {"a": "broken_stream, UNAVAILABLE: gone"}
+    turn.place("b", "fp", 2, [], NOW)
     turn.receive(2, tokens("cd", start=2), 5.0)
     done = finish(turn)
     assert kinds(turn.events) == [
@@ -199,11 +200,11 @@ def test_the_next_node_goes_on_where_the_last_one_stopped() -> None:
 
 def test_messages_of_an_older_epoch_have_no_effect() -> None:
     turn = new_turn()
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, tokens("a"), 1.0)
     turn.lose(1, DEAD, 1.0)
     turn.receive(1, tokens("b", start=1), 1.0)
-    turn.place("b", "fp", 2, [])
+    turn.place("b", "fp", 2, [], NOW)
     turn.receive(1, tokens("z", start=1), 1.0)
     turn.lose(1, DEAD, 1.0)
     turn.report_prefix(1, common_pb2.PrefixReport())
@@ -215,7 +216,7 @@ def test_messages_of_an_older_epoch_have_no_effect() -> None:
 
 def test_a_gap_loses_the_placement_and_no_token() -> None:
     turn = new_turn()
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, [token(0, "a"), token(2, "c"), token(3, "d")], 1.0)
     assert turn.phase is Phase.WAITING
     assert turn.answer_ids == [97]
@@ -225,7 +226,7 @@ def test_a_gap_loses_the_placement_and_no_token() -> None:
 @pytest.mark.parametrize("token_id", [-1, 257, 2**31 - 1])
 def test_a_token_outside_the_vocabulary_loses_the_placement(token_id: int) -> None:
     turn = new_turn()
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, [token(0, token_id)], 1.0)
     assert turn.phase is Phase.WAITING
     assert turn.answer_ids == []
@@ -233,7 +234,7 @@ def test_a_token_outside_the_vocabulary_loses_the_placement(token_id: int) -> No
 
 def test_a_node_that_ends_the_answer_too_early_loses_it() -> None:
     turn = new_turn()
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, tokens("a"), 1.0)
     turn.run_ended(1, common_pb2.FINISH_REASON_LENGTH, 1.0)
     assert turn.phase is Phase.WAITING
@@ -243,7 +244,7 @@ def test_a_node_that_ends_the_answer_too_early_loses_it() -> None:
 def test_a_turn_that_takes_down_three_nodes_in_a_row_fails_and_keeps_the_session_intact() -> None:
     turn = new_turn(policy=TurnPolicy(max_losses=3))
     for epoch, node in enumerate("abc", start=1):
-        turn.place(node, "fp", epoch, [])
+        turn.place(node, "fp", epoch, [], NOW)
         turn.lose(epoch, DEAD, float(epoch))
     done = finish(turn)
     assert done.reason == common_pb2.FINISH_REASON_ERROR
@@ -256,7 +257,7 @@ def test_a_turn_that_takes_down_three_nodes_in_a_row_fails_and_keeps_the_session
 def test_a_new_token_clears_the_record_of_failures() -> None:
     turn = new_turn(policy=TurnPolicy(max_losses=2))
     for epoch in range(1, 20):
-        turn.place("ab"[epoch % 2], "fp", epoch, [])
+        turn.place("ab"[epoch % 2], "fp", epoch, [], NOW)
         turn.receive(epoch, [token(epoch - 1, "x")], float(epoch))
         turn.lose(epoch, DEAD, float(epoch))
     assert turn.phase is Phase.WAITING
@@ -266,26 +267,26 @@ def test_a_new_token_clears_the_record_of_failures() -> None:
 def test_nodes_that_drain_never_exhaust_a_turn_but_make_it_pause() -> None:
     turn = new_turn(policy=TurnPolicy(max_losses=2, max_placements=3, backoff_seconds=1.0))
     for epoch in range(1, 100):
-        turn.place("a", "fp", epoch, [])
+        turn.place("a", "fp", epoch, [], NOW)
         turn.lose(epoch, DRAINING, float(epoch))
-        assert (turn.next_try_s > epoch) == (epoch % 3 == 0)
+        assert (turn.next_try_s > epoch) == (epoch in range(4, 100, 3))
     assert turn.phase is Phase.WAITING
 
 
 def test_a_turn_for_which_no_node_ever_has_room_fails_with_the_nodes_own_code() -> None:
     turn = new_turn(policy=TurnPolicy(max_capacity_refusals=5))
     for epoch in range(1, 6):
-        turn.place("a", "fp", epoch, [])
+        turn.place("a", "fp", epoch, [], NOW)
         turn.lose(epoch, FULL, float(epoch))
     assert finish(turn).error_code == "queue_full"
 
 
 def test_a_turn_with_tokens_goes_on_under_its_fingerprint_only() -> None:
     turn = new_turn()
-    turn.place("a", "one", 1, [])
+    turn.place("a", "one", 1, [], NOW)
     turn.lose(1, DEAD, 1.0)
     assert turn.route_request().fingerprint == ""  # no token is born yet
-    turn.place("b", "two", 2, [])
+    turn.place("b", "two", 2, [], NOW)
     turn.receive(2, tokens("a"), 1.0)
     turn.lose(2, DEAD, 1.0)
     assert turn.route_request().fingerprint == "two"
@@ -299,7 +300,22 @@ def test_a_turn_taken_up_after_a_restart_keeps_the_fingerprint_of_its_record() -
 def test_an_epoch_that_does_not_grow_is_a_bug() -> None:
     turn = new_turn(epoch=4)
     with pytest.raises(AssertionError):
-        turn.place("a", "fp", 4, [])
+        turn.place("a", "fp", 4, [], NOW)
+
+
+def test_a_reader_waits_since_the_last_node_that_worked_however_often_others_refuse() -> None:
+    turn = new_turn()
+    turn.place("a", "fp", 1, [], 0.0)
+    turn.report_prefix(1, common_pb2.PrefixReport())
+    turn.lose(1, DEAD, 1.0)
+    assert turn.waiting_since_s == 1.0
+    for epoch in range(2, 6):
+        turn.place("b", "fp", epoch, [], float(epoch))
+        turn.lose(epoch, DRAINING, epoch + 0.5)
+    assert turn.waiting_since_s == 1.0
+    turn.place("c", "fp", 6, [], 10.0)
+    turn.lose(6, DEAD, 70.0)  # a long prefill, and then it died
+    assert turn.waiting_since_s == 70.0
 
 
 # Ending it from outside.
@@ -307,7 +323,7 @@ def test_an_epoch_that_does_not_grow_is_a_bug() -> None:
 
 def test_cancelling_keeps_the_tokens_so_far() -> None:
     turn = new_turn()
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, tokens("ab"), 1.0)
     turn.cancel(2.0)
     turn.receive(1, tokens("c", start=2), 2.0)
@@ -319,7 +335,7 @@ def test_cancelling_keeps_the_tokens_so_far() -> None:
 
 def test_the_finish_is_told_only_when_it_is_durable() -> None:
     turn = new_turn(max_tokens=1)
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, tokens("a"), 1.0)
     assert "finished" not in kinds(turn.events)
     turn.close()
@@ -336,10 +352,10 @@ def test_finished_is_the_end_of_the_table() -> None:
 
 def test_a_replayed_turn_tells_the_same_story_without_the_lost_nodes() -> None:
     turn = new_turn(max_tokens=5, stop=("never",))
-    turn.place("a", "fp", 1, [])
+    turn.place("a", "fp", 1, [], NOW)
     turn.receive(1, tokens("aé"), 1.0)
     turn.lose(1, DEAD, 2.0)
-    turn.place("b", "fp", 2, [])
+    turn.place("b", "fp", 2, [], NOW)
     turn.receive(2, tokens("ne", start=3), 3.0)
     turn.close()
     again = replay(
@@ -377,7 +393,7 @@ def test_whatever_happens_every_reader_gets_the_exact_answer(
             break
         if what == "place" and turn.phase is Phase.WAITING:
             epoch += 1 + a % 3
-            turn.place("abc"[a % 3], "fp", epoch, [])
+            turn.place("abc"[a % 3], "fp", epoch, [], NOW)
         elif what == "lose":
             turn.lose(epoch - a % 2, DEAD, now)
         elif what == "drain":
@@ -399,7 +415,7 @@ def test_whatever_happens_every_reader_gets_the_exact_answer(
     while not turn.is_over:
         if turn.phase is Phase.WAITING:
             epoch += 1
-            turn.place("z", "fp", epoch, [])
+            turn.place("z", "fp", epoch, [], NOW)
         turn.receive(epoch, [token(len(turn.answer_ids), ids[len(turn.answer_ids)])], now)
     turn.close()
 

@@ -1,0 +1,135 @@
+"""Starting it wrongly: one sentence that says what to do, exit code 1. Real processes."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster_kit import Processes
+
+from kvferry.coordinator.config import CoordinatorSettings
+from kvferry.coordinator.errors import CannotStart, InvalidSettings, StateInUse, StatePathInvalid
+from kvferry.coordinator.state_directory import StateDirectory
+from kvferry.engine.errors import ModelNotFound
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvferry.coordinator", "run", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def sentence(result: subprocess.CompletedProcess[str], exit_code: int = 1) -> str:
+    assert result.returncode == exit_code, result
+    lines = [line for line in result.stderr.splitlines() if " INFO " not in line]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_a_port_in_use(smollm2_path: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = sentence(run("--model", str(smollm2_path), "--listen", address, "--state", str(tmp_path / "state")))
+    assert f"cannot listen on {address}: address already in use" in said
+
+
+def test_a_state_path_that_is_a_file(smollm2_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").touch()
+    said = sentence(run("--model", str(smollm2_path), "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state")))
+    assert "is a file: give a folder with --state" in said
+
+
+def test_an_unknown_model(tmp_path: Path) -> None:
+    said = sentence(run("--model", "no-such-model", "--state", str(tmp_path / "state")), ModelNotFound.exit_code)
+    assert "no-such-model" in said
+
+
+def test_missing_settings_are_all_named_at_once() -> None:
+    said = sentence(run("--listen", "nonsense", "--lease", "0"))
+    for name in ("model", "state", "listen", "lease"):
+        assert f"{name}: " in said
+
+
+def test_a_second_coordinator_on_the_same_state(processes: Processes, smollm2_path: Path, tmp_path: Path) -> None:
+    first, _ = processes.coordinator()
+    said = sentence(run("--model", str(smollm2_path), "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state")))
+    assert f"another coordinator (process {first.pid}) holds the state folder" in said
+
+
+def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
+    held = StateDirectory(tmp_path / "s").acquire()
+    with pytest.raises(StateInUse):
+        StateDirectory(tmp_path / "s").acquire()
+    held.release()
+    StateDirectory(tmp_path / "s").acquire().release()
+
+
+def test_a_state_folder_on_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    share = (
+        psutil._ntuples.sdiskpart("server:/export", str(tmp_path), "nfs4", "rw")
+        if hasattr(psutil, "_ntuples")
+        else None
+    )
+    if share is None:
+        from collections import namedtuple
+
+        share = namedtuple("Partition", "device mountpoint fstype opts")("server:/export", str(tmp_path), "nfs4", "rw")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [share])
+    with pytest.raises(StatePathInvalid, match="nfs4"):
+        StateDirectory(tmp_path / "s").acquire()
+
+
+# Settings.
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('model = "from-file"\nstate = "/from/file"\nlease = 7.5\nmax_losses = 5\n')
+    monkeypatch.setenv("KVFERRY_COORDINATOR_LEASE", "4")
+    monkeypatch.setenv("KVFERRY_COORDINATOR_STATE", "/from/env")
+    settings = CoordinatorSettings.load(file, {"state": Path("/from/line"), "lease": None})
+    assert (settings.model, settings.state, settings.lease, settings.max_losses) == (
+        "from-file",
+        Path("/from/line"),
+        4.0,
+        5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("toml", "named"),
+    [
+        ("lese = 3", "lese"),
+        ("lease = nan", "lease"),
+        ('listen = "x"', "listen"),
+        ("not toml", "cannot be read"),
+        ("max_losses = 0", "max_losses"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, toml: str, named: str) -> None:
+    (tmp_path / "c.toml").write_text(f"{toml}\n")
+    with pytest.raises(InvalidSettings, match=named):
+        CoordinatorSettings.load(tmp_path / "c.toml", {"model": "m", "state": tmp_path})
+
+
+def test_a_settings_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match=r"there is no settings file .*c\.toml"):
+        CoordinatorSettings.load(tmp_path / "c.toml", {"model": "m", "state": tmp_path})
+
+
+def test_settings_do_not_change(tmp_path: Path) -> None:
+    settings = CoordinatorSettings.load(None, {"model": "m", "state": tmp_path})
+    with pytest.raises(ValueError, match="frozen"):
+        settings.lease = 5.0  # type: ignore[misc]

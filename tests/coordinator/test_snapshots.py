@@ -1,0 +1,100 @@
+"""The store's index for routing: it may be old, it may be empty, and it never makes anybody wait."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.coordinator.snapshots import MAX_WAITING_JOBS, SnapshotView
+from kvferry.store.geometry import KvGeometry
+from kvferry.store.snapshot_store import SnapshotStore
+
+GEOMETRY = KvGeometry(n_layers=1, n_kv_heads=1, head_dim=2)
+FINGERPRINT, VOCABULARY = "a" * 32, 1000
+
+
+class Zeros:
+    def read_rows(self, layer: int, start: int, stop: int, k_out: Any, v_out: Any) -> None:
+        k_out[:], v_out[:] = 0, 0
+
+
+def publish(root: Path, n_tokens: int) -> str:
+    store = SnapshotStore(root, FINGERPRINT, GEOMETRY, VOCABULARY, 1 << 20, 100, "n")
+    store.reap()
+    return store.publish(np.arange(n_tokens, dtype=np.int32), Zeros()).name
+
+
+def drained(view: SnapshotView) -> None:
+    """Until the thread has done what was asked of it so far."""
+    done = threading.Event()
+    view._submit(done.set)
+    assert done.wait(20)
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> Any:
+    made = SnapshotView(tmp_path)
+    made.start()
+    yield made
+    made.stop()
+
+
+def test_what_is_there_at_the_start_is_found(view: SnapshotView, tmp_path: Path) -> None:
+    publish(tmp_path, 40)
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    drained(view)
+    assert view.longest_prefixes(range(100)) == {FINGERPRINT: 40}
+    assert view.n_snapshots == 1
+    assert view.n_bytes == 64 + 40 * 4 + 40 * 16
+
+
+def test_what_is_announced_is_found(view: SnapshotView, tmp_path: Path) -> None:
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    drained(view)
+    view.announce(FINGERPRINT, [publish(tmp_path, 40)])
+    view.announce("b" * 32, ["kv_0000000000000000.kv"])
+    view.announce(FINGERPRINT, ["kv_0000000000000000.kv", "../../etc/passwd"])
+    drained(view)
+    assert view.longest_prefixes(range(100)) == {FINGERPRINT: 40}
+
+
+def test_the_last_token_of_a_request_is_of_no_use(view: SnapshotView, tmp_path: Path) -> None:
+    publish(tmp_path, 40)
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    drained(view)
+    assert view.longest_prefixes(range(40)) == {FINGERPRINT: 39}
+
+
+def test_without_a_store_nothing_is_found_and_nothing_runs() -> None:
+    view = SnapshotView(None)
+    view.start()
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    assert view.longest_prefixes(range(40)) == {}
+    view.stop()
+
+
+def test_a_store_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    view = SnapshotView(tmp_path / "nowhere")
+    view.start()
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    drained(view)
+    assert view.longest_prefixes(range(40)) == {}
+    view.stop()
+
+
+def test_a_store_that_hangs_makes_nobody_wait(view: SnapshotView, tmp_path: Path) -> None:
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    name = publish(tmp_path, 40)
+    view.announce(FINGERPRINT, [name])
+    drained(view)
+    hangs, release = threading.Event(), threading.Event()
+    view._submit(lambda: (hangs.set(), release.wait(20)) and None)
+    assert hangs.wait(20)
+    for _ in range(2 * MAX_WAITING_JOBS):
+        view.announce(FINGERPRINT, [name])
+    assert view.longest_prefixes(range(100)) == {FINGERPRINT: 40}
+    release.set()
