@@ -99,15 +99,40 @@ def test_chat_from_a_pipe_and_its_sessions_after_the_next_up(up):
     assert int(reuse.group(2)) > 40
 
 
+class Terminal:
+    """Our end of a pseudo terminal with `kvferry chat` at the other."""
+
+    def __init__(self, process: subprocess.Popen[bytes], fd: int) -> None:
+        self.process = process
+        self._fd = fd
+        self._unread = ""
+
+    def type(self, line: str) -> None:
+        os.write(self._fd, line.encode() + b"\n")
+
+    def read_until(self, text: str, timeout_s: float = 60.0) -> str:
+        """All that came up to and with `text`; what comes after it is for the next call."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self._unread and time.monotonic() < deadline:
+            if select.select([self._fd], [], [], 0.1)[0]:
+                try:
+                    self._unread += os.read(self._fd, 4096).decode(errors="replace")
+                except OSError:  # the other side is gone
+                    break
+        assert text in self._unread, self._unread
+        before, _, self._unread = self._unread.partition(text)
+        return before + text
+
+
 @contextmanager
-def chatting(address: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """`kvferry chat` in a pseudo terminal, and our end of that; it must end well."""
+def chatting(address: str, *arguments: str) -> Iterator[Terminal]:
+    """Must end well."""
     ours, its = pty.openpty()
     command = [*KVFERRY, "chat", "--coordinator", address, *arguments]
     process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True)
     os.close(its)
     try:
-        yield process, ours
+        yield Terminal(process, ours)
         assert process.wait(30) == 0
     finally:
         if process.poll() is None:
@@ -117,30 +142,30 @@ def chatting(address: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[b
 
 
 def test_chat_in_a_terminal(cluster):
-    with chatting(cluster.address, "--max-tokens", "12") as (_, terminal):
-        read_until(terminal, "> ")
-        os.write(terminal, b"Say hello.\n")
-        assert "in memory" in read_until(terminal, "first after")
-        read_until(terminal, "> ")
-        os.write(terminal, b"/nonsense\n")
-        assert "there is no command /nonsense" in read_until(terminal, "/quit")
-        read_until(terminal, "> ")
-        os.write(terminal, b"/sessions\n")
-        assert "tokens" in read_until(terminal, "> ")
-        os.write(terminal, b"/quit\n")
+    with chatting(cluster.address, "--max-tokens", "12") as terminal:
+        terminal.read_until("> ")
+        terminal.type("Say hello.")
+        assert "in memory" in terminal.read_until("first after")
+        terminal.read_until("> ")
+        terminal.type("/nonsense")
+        terminal.read_until("there is no command /nonsense")
+        terminal.read_until("> ")
+        terminal.type("/sessions")
+        assert "tokens" in terminal.read_until("> ")
+        terminal.type("/quit")
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_conversation(cluster):
-    with chatting(cluster.address, "--max-tokens", "1500") as (process, terminal):
-        read_until(terminal, "> ")
-        os.write(terminal, b"Write a very long story about a ferry, in twenty chapters.\n")
-        read_until(terminal, " the ")
-        process.send_signal(signal.SIGINT)
-        read_until(terminal, ", stopped]")
-        read_until(terminal, "> ")
-        os.write(terminal, b"Say hello in one word.\n")
-        read_until(terminal, "first after")
-        os.write(terminal, b"/quit\n")
+    with chatting(cluster.address, "--max-tokens", "1500") as terminal:
+        terminal.read_until("> ")
+        terminal.type("Write a very long story about a ferry, in twenty chapters.")
+        terminal.read_until(" the ")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_until(", stopped")
+        terminal.read_until("> ")
+        terminal.type("Say hello in one word.")
+        terminal.read_until("first after")
+        terminal.type("/quit")
 
 
 def test_chat_survives_a_restart_of_the_coordinator(cluster):
@@ -183,17 +208,3 @@ def test_the_demo_keeps_its_promise_and_says_so(model, tmp_path):
 def test_the_drills_are_listed():
     listed = subprocess.run([*KVFERRY, "drill", "list"], capture_output=True, text=True, check=True)
     assert listed.stdout.startswith("demo  ")
-
-
-def read_until(terminal: int, text: str, timeout_s: float = 60.0) -> str:
-    """All that came up to and with `text`."""
-    seen = b""
-    deadline = time.monotonic() + timeout_s
-    while text.encode() not in seen and time.monotonic() < deadline:
-        if select.select([terminal], [], [], 0.1)[0]:
-            try:
-                seen += os.read(terminal, 4096)
-            except OSError:  # the other side is gone
-                break
-    assert text.encode() in seen, seen.decode(errors="replace")
-    return seen.decode(errors="replace")
