@@ -44,6 +44,10 @@ STATUS_OF: Final[dict[str, grpc.StatusCode]] = {
     # ours
     "registry_unavailable": grpc.StatusCode.UNAVAILABLE,
     "store_unavailable": grpc.StatusCode.UNAVAILABLE,
+    "store_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "snapshot_gone": grpc.StatusCode.NOT_FOUND,
+    "snapshot_rejected": grpc.StatusCode.DATA_LOSS,
+    "name_taken": grpc.StatusCode.ALREADY_EXISTS,
     "placements_exhausted": grpc.StatusCode.UNAVAILABLE,
     "internal": grpc.StatusCode.INTERNAL,
 }

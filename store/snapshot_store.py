@@ -156,6 +156,15 @@ class SnapshotStore:
         """
         return self._catalog.announce(name)
 
+    def distrust(self, name: str, reason: str) -> None:
+        """A node that read this file says it is to be refused: not offered again while it stays as it is.
+
+        For a store that only looks, which never reads far enough to find out. Raises SnapshotRejected(bad_name),
+        StoreUnavailable.
+        """
+        error = SnapshotRejected(reason, "a node that read it says so", path=self._directory.file(name))
+        self._catalog.refuse(error, name, self._directory.identity(name))
+
     # --- reading
 
     def find(self, token_ids: ArrayLike, min_tokens: int = 16) -> Match | None:
@@ -171,7 +180,8 @@ class SnapshotStore:
         this returns.
 
         Every check is made again on the open file, ids compared token by token. A refused or vanished file is not
-        offered by ``find`` again. Raises SnapshotRejected, SnapshotGone, StoreUnavailable, StoreMisuse.
+        offered by ``find`` again, so ask it for the next best; after any other StoreUnavailable compute the rows, for
+        the same file would be found. Raises SnapshotRejected, SnapshotGone, StoreUnavailable, StoreMisuse.
         """
         if not 1 <= n_rows <= match.n_common:
             raise StoreMisuse(f"{n_rows} rows asked of {match.n_common} common ones", op="restore", path=match.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -263,3 +264,9 @@ def test_a_model_that_tells_no_geometry_is_said_in_one_sentence(name: str, conte
     with pytest.raises(StoreMisuse, match="give it with --geometry") as caught:
         read_shape(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_the_format_document_lists_every_refusal_with_its_exit_code() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+    listed = {reason: int(code) for reason, code in re.findall(r"\| `([a-z_:]+)` \| (\d+) \|", document)}
+    assert listed == EXIT_CODES

@@ -13,6 +13,7 @@ from kvferry.store import names
 from kvferry.store.errors import SnapshotRejected, StoreMisuse, StoreUnavailable
 from kvferry.store.faults import Fault, FaultyFileSystem
 from kvferry.store.memory_rows import MemoryRows
+from kvferry.store.snapshot_store import SnapshotStore
 
 IDS = np.arange(1, 41)
 DAY_S = 24 * 3600
@@ -95,6 +96,22 @@ def test_a_refused_file_that_is_gone_is_no_longer_reported(make_store, make_rows
     path.unlink()
     reader.refresh()
     assert reader.refused() == {}
+
+
+def test_what_a_reader_refused_is_not_offered_by_a_store_that_only_looks(make_store, make_rows, tiny, tmp_path) -> None:
+    writer = make_store()
+    info = writer.publish(IDS, make_rows(tiny, 40))
+    os.utime(writer.path / info.name, (1, 1))
+    index = SnapshotStore.index_only(tmp_path, writer.path.name, tiny, 1024)
+    index.refresh()
+    index.distrust(info.name, "token_hash_mismatch")
+    index.refresh()
+    assert index.find(IDS) is None
+    assert index.refused() == {info.name: "token_hash_mismatch"}
+    (writer.path / info.name).unlink()
+    writer.publish(IDS, make_rows(tiny, 40))
+    index.refresh()
+    assert index.find(IDS).name == info.name
 
 
 def test_one_unreadable_file_does_not_hide_the_others(make_store, make_rows, tiny) -> None:
@@ -180,8 +197,6 @@ def test_restore_asks_for_no_more_than_the_common_rows(make_store, make_rows, ti
 
 
 def test_untrusted_owners_are_refused_when_asked_for(make_store, make_rows, tiny, tmp_path: Path) -> None:
-    from kvferry.store.snapshot_store import SnapshotStore
-
     store = make_store()
     info = store.publish(IDS, make_rows(tiny, 40))
     strict = SnapshotStore(

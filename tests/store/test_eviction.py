@@ -268,7 +268,7 @@ def test_threads_that_read_pin_and_publish_at_once_lose_nothing(make_store, tiny
     def work(seed: int) -> None:
         choices = random.Random(seed)
         try:
-            for _ in range(300):
+            for _ in range(150):
                 number = choices.randrange(20)
                 match = store.find(_ids(number), min_tokens=N)
                 if match is None:
