@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,16 @@ PATIENCE_S = 20.0
 async def eventually(condition: Callable[[], Any]) -> Any:
     """Wait until it holds."""
     async with asyncio.timeout(PATIENCE_S):
-        while not (result := condition()):
+        while not (result := condition()):  # noqa: ASYNC110 - what is waited for knows nothing of the test
             await asyncio.sleep(0.01)
         return result
+
+
+async def until(question: Callable[[], Awaitable[bool]]) -> None:
+    """Ask again until the answer is yes."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await question():  # noqa: ASYNC110 - the other side knows nothing of the test
+            await asyncio.sleep(0.02)
 
 
 class Client:
@@ -73,9 +80,11 @@ class Client:
 
     async def until_nodes(self, n: int) -> None:
         """Until n nodes are live."""
-        async with asyncio.timeout(PATIENCE_S):
-            while sum(node.state == chat_pb2.NODE_STATE_LIVE for node in (await self.status()).nodes) != n:
-                await asyncio.sleep(0.02)
+
+        async def are_live() -> bool:
+            return sum(node.state == chat_pb2.NODE_STATE_LIVE for node in (await self.status()).nodes) == n
+
+        await until(are_live)
 
     async def _events(self, call: Any) -> AsyncIterator[chat_pb2.TurnEvent]:
         try:
@@ -89,18 +98,30 @@ async def all_of(events: AsyncIterator[chat_pb2.TurnEvent]) -> list[chat_pb2.Tur
     return [event async for event in events]
 
 
+async def read_while_it_lasts(
+    stream: AsyncIterator[chat_pb2.TurnEvent],
+) -> tuple[list[chat_pb2.TurnEvent], grpc.aio.AioRpcError | None]:
+    """What arrived, and the error that ended it, if one did."""
+    events: list[chat_pb2.TurnEvent] = []
+    try:
+        async for event in stream:
+            events.append(event)  # noqa: PERF401 - what came before the error counts
+    except grpc.aio.AioRpcError as e:
+        return events, e
+    return events, None
+
+
 async def resume_until_served(client: Client, session: str, from_index: int) -> list[chat_pb2.TurnEvent]:
     """What a program does: ask again while the coordinator is away or has no node yet, from where it is."""
     events: list[chat_pb2.TurnEvent] = []
     async with asyncio.timeout(3 * PATIENCE_S):
         while True:
-            try:
-                async for event in client.resume(session, from_index=from_index + len(ids_of(events))):
-                    events.append(event)
+            more, error = await read_while_it_lasts(client.resume(session, from_index=from_index + len(ids_of(events))))
+            events += more
+            if error is None:
                 return events
-            except grpc.aio.AioRpcError as e:
-                assert e.code() is grpc.StatusCode.UNAVAILABLE, e.details()
-                await asyncio.sleep(0.1)
+            assert error.code() is grpc.StatusCode.UNAVAILABLE, error.details()
+            await asyncio.sleep(0.1)
 
 
 async def take_tokens(events: AsyncIterator[chat_pb2.TurnEvent], n: int) -> list[int]:

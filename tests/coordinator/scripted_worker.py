@@ -1,8 +1,10 @@
-"""A WorkerService without an engine, over real gRPC: its tokens are a pure function of the tokens before them and the seed.
+"""A WorkerService without an engine, over real gRPC: its tokens are a pure function of those before them and the seed.
 
-So a coordinator that sends a wrong prefix, loses a token or takes one twice gets other tokens than an undisturbed run. Used in
-the test's own loop (``ScriptedWorker``) and as a process that can be killed (``python scripted_worker.py --help``).
+So a coordinator that sends a wrong prefix, loses a token or takes one twice gets other tokens than an undisturbed run.
+Used in the test's own loop (``ScriptedWorker``) and as a process that can be killed (``python scripted_worker.py``).
 """
+
+# ruff: noqa: N802 - the proto gives the names of handlers
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from cluster_kit import Processes
 
@@ -73,18 +75,8 @@ def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
 
 
 def test_a_state_folder_on_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import psutil
-
-    share = (
-        psutil._ntuples.sdiskpart("server:/export", str(tmp_path), "nfs4", "rw")
-        if hasattr(psutil, "_ntuples")
-        else None
-    )
-    if share is None:
-        from collections import namedtuple
-
-        share = namedtuple("Partition", "device mountpoint fstype opts")("server:/export", str(tmp_path), "nfs4", "rw")
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [share])
+    share = SimpleNamespace(mountpoint=str(tmp_path), fstype="nfs4")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: [share])
     with pytest.raises(StatePathInvalid, match="nfs4"):
         StateDirectory(tmp_path / "s").acquire()
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from cluster_kit import Cluster, all_of, code_of, eventually, ids_of
+from cluster_kit import Cluster, all_of, code_of, eventually, ids_of, until
 from scripted_worker import Script
 
 from kvferry.coordinator.server import LoadedModel
@@ -23,9 +22,10 @@ async def states(cluster: Cluster) -> dict[str, int]:
 
 
 async def until_state(cluster: Cluster, node_id: str, state: int) -> None:
-    async with asyncio.timeout(20):
-        while (await states(cluster)).get(node_id) != state:
-            await asyncio.sleep(0.02)
+    async def is_there() -> bool:
+        return (await states(cluster)).get(node_id) == state
+
+    await until(is_there)
 
 
 async def test_a_node_learns_its_lease_and_the_generation(cluster: Cluster) -> None:
@@ -126,9 +126,11 @@ async def test_announced_snapshots_lead_a_turn_to_a_node_that_can_restore(
     await all_of(client.generate(session, "A long enough first message to be worth saving, for the sake of the test."))
     rows = publish_session(store_path, list((await client.get(session)).token_ids), model)
     busy.published.append(worker_pb2.SnapshotInfo(name=rows.name, fingerprint="f" * 32, n_tokens=rows.n_tokens))
-    async with asyncio.timeout(20):
-        while (await client.status()).n_snapshots != 1:
-            await asyncio.sleep(0.02)
+
+    async def is_known() -> bool:
+        return (await client.status()).n_snapshots == 1
+
+    await until(is_known)
     await busy.stop()
     await cluster.worker("b")
     await client.until_nodes(1)

@@ -13,7 +13,14 @@ LEASE_S, TICK_S = 3.0, 0.25
 
 
 def node(node_id: str = "a", boot_id: str = "boot1", **changes: object) -> Node:
-    fields = dict(node_id=node_id, boot_id=boot_id, address="h:1", model="m", fingerprint="fp", context_length=2048)
+    fields = {
+        "node_id": node_id,
+        "boot_id": boot_id,
+        "address": "h:1",
+        "model": "m",
+        "fingerprint": "fp",
+        "context_length": 2048,
+    }
     return Node(**{**fields, **changes})
 
 
@@ -36,8 +43,15 @@ def state(membership: Membership, now_s: float, node_id: str = "a") -> NodeState
 
 @pytest.mark.parametrize(
     ("silent_s", "expected"),
-    [(0.0, NodeState.LIVE), (1.49, NodeState.LIVE), (1.5, NodeState.SUSPECT), (2.99, NodeState.SUSPECT), (3.0, NodeState.DEAD), (99.0, NodeState.DEAD)],
-)  # fmt: skip
+    [
+        (0.0, NodeState.LIVE),
+        (1.49, NodeState.LIVE),
+        (1.5, NodeState.SUSPECT),
+        (2.99, NodeState.SUSPECT),
+        (3.0, NodeState.DEAD),
+        (99.0, NodeState.DEAD),
+    ],
+)
 def test_silence_makes_suspect_after_half_a_lease_and_dead_after_a_whole_one(
     silent_s: float, expected: NodeState
 ) -> None:

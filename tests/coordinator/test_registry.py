@@ -80,14 +80,14 @@ def turn(
 def outcome(
     answer: tuple[int, ...] = (3, 4), reason: FinishReason = FinishReason.END, **changes: object
 ) -> TurnOutcome:
-    fields = dict(
-        reason=reason,
-        answer_ids=np.array(answer, np.int32),
-        answer_text="ho €",
-        logprobs=b"\x01",
-        total_seconds=1.25,
-        n_placements=2,
-    )
+    fields = {
+        "reason": reason,
+        "answer_ids": np.array(answer, np.int32),
+        "answer_text": "ho €",
+        "logprobs": b"\x01",
+        "total_seconds": 1.25,
+        "n_placements": 2,
+    }
     return TurnOutcome(**{**fields, **changes})
 
 
@@ -353,7 +353,7 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     random_instants = random.Random(2)
     script = WRITER.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     for generation in range(1, 7):
-        writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
         assert writer.stdout is not None
         said = [writer.stdout.readline().split() for _ in range(random_instants.randrange(1, 40))]
         writer.send_signal(signal.SIGKILL)

@@ -71,11 +71,11 @@ def test_turns_placed_since_the_last_heartbeat_count_as_load() -> None:
 @pytest.mark.parametrize(
     ("obstacle", "reason"),
     [
-        (dict(state=NodeState.DEAD), "cannot take it: dead, nothing heard for 1.6 s"),
-        (dict(state=NodeState.SUSPECT), "cannot take it: suspect, nothing heard for 1.6 s or a connection broke"),
-        (dict(state=NodeState.DRAINING), "cannot take it: draining"),
-        (dict(fingerprint="other"), "cannot take it: the turn began under another fingerprint"),
-        (dict(context=999), "cannot take it: its context holds 999 tokens and this turn may need 1000"),
+        ({"state": NodeState.DEAD}, "cannot take it: dead, nothing heard for 1.6 s"),
+        ({"state": NodeState.SUSPECT}, "cannot take it: suspect, nothing heard for 1.6 s or a connection broke"),
+        ({"state": NodeState.DRAINING}, "cannot take it: draining"),
+        ({"fingerprint": "other"}, "cannot take it: the turn began under another fingerprint"),
+        ({"context": 999}, "cannot take it: its context holds 999 tokens and this turn may need 1000"),
     ],
 )
 def test_a_node_that_cannot_take_the_turn_is_told_why(obstacle: dict[str, object], reason: str) -> None:

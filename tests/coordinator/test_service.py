@@ -110,7 +110,7 @@ async def test_asking_again_with_the_same_turn_id_attaches_and_starts_nothing(cl
     client = cluster.client()
     await client.until_nodes(1)
     session = await client.new_session()
-    same = dict(turn_id="t1", max_tokens=20)
+    same = {"turn_id": "t1", "max_tokens": 20}
     streams = await asyncio.gather(*(all_of(client.generate(session, **same)) for _ in range(5)))
     streams.append(await all_of(client.generate(session, **same)))
     assert all(ids_of(s) == ids_of(streams[0]) for s in streams)

@@ -92,7 +92,12 @@ def test_a_store_that_hangs_makes_nobody_wait(view: SnapshotView, tmp_path: Path
     view.announce(FINGERPRINT, [name])
     drained(view)
     hangs, release = threading.Event(), threading.Event()
-    view._submit(lambda: (hangs.set(), release.wait(20)) and None)
+
+    def hang() -> None:
+        hangs.set()
+        release.wait(20)
+
+    view._submit(hang)
     assert hangs.wait(20)
     for _ in range(2 * MAX_WAITING_JOBS):
         view.announce(FINGERPRINT, [name])
