@@ -29,6 +29,9 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     store: Path | None = None
     # A node silent for this long has lost its turns; for half of it, it gets no new ones (reliability.md section 5).
     lease: Annotated[float, Field(ge=0.3, le=600)] = 3.0
+    # A node whose engine has not finished a step for this long while it had work hangs, however well it still speaks.
+    # Longer than the slowest honest step: 512 rows of a 2B model take some 25 s on a board.
+    stall: Annotated[float, Field(ge=0.3, le=3600)] = 60.0
     # After a restart nothing is placed for this long, so that nodes that hold rows can register first. Default: two
     # heartbeats.
     grace: Annotated[float, Field(ge=0, le=600)] | None = None

@@ -15,13 +15,13 @@ from kvferry.coordinator.tasks import Bell
 class Fleet:
     """All methods from the event loop. ``changed`` rings whenever a decision could come out otherwise."""
 
-    def __init__(self, lease_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, lease_seconds: float, stall_seconds: float, clock: Callable[[], float]) -> None:
         self.lease_seconds = lease_seconds
         # Six beats a lease: half a lease, the suspicion, is three beats missed.
         self.heartbeat_seconds = lease_seconds / 6
         self.changed = Bell()
         self._clock = clock
-        self._membership = Membership(lease_seconds, self.heartbeat_seconds / 2)
+        self._membership = Membership(lease_seconds, self.heartbeat_seconds / 2, stall_seconds)
         self._n_placed: Counter[str] = Counter()
         self._states: dict[tuple[str, str], NodeState] = {}
 

@@ -3,7 +3,8 @@
 Theory of operation. Each node is heard by registering and by heartbeats. Its state is not stored, it follows from the
 record:
 
-    silent for a whole lease                                    dead        (its turns move)
+    silent for a whole lease, or its engine has not finished
+          a step for stall_seconds while it had work            dead        (its turns move)
     else: said that it drains                                   draining    (no new turns)
     else: silent for half a lease, or a stream of it broke      suspect     (no new turns)
           since it was last heard
@@ -53,6 +54,8 @@ class Load:
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
     store_ok: bool = True
+    # Since the engine last finished a step while it had work; 0 when idle.
+    stalled_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +106,9 @@ class _Entry:
 class Membership:
     """The fleet. Times are seconds of any clock that does not jump; the same one in all calls. Not thread-safe."""
 
-    def __init__(self, lease_seconds: float, tick_seconds: float) -> None:
+    def __init__(self, lease_seconds: float, tick_seconds: float, stall_seconds: float) -> None:
         self.lease_seconds = lease_seconds
+        self._stall_seconds = stall_seconds
         self._tick_seconds = tick_seconds
         self._ticked_s: float | None = None
         self._entries: dict[str, _Entry] = {}
@@ -182,13 +186,15 @@ class Membership:
             return LostNode("draining", "it left the fleet")
         if entry.node.boot_id != boot_id:
             return LostNode("broken_stream", "it was started anew")
+        if entry.node.load.stalled_seconds >= self._stall_seconds:
+            return LostNode("lease_expired", f"its engine hangs, no step for {entry.node.load.stalled_seconds:.0f} s")
         if self._member(entry, now_s).state is NodeState.DEAD:
             return LostNode("lease_expired", f"it was not heard for its whole lease of {self.lease_seconds:g} s")
         return None
 
     def _member(self, entry: _Entry, now_s: float) -> Member:
         silent_s = max(0.0, now_s - entry.heard_s)
-        if silent_s >= self.lease_seconds:
+        if silent_s >= self.lease_seconds or entry.node.load.stalled_seconds >= self._stall_seconds:
             state = NodeState.DEAD
         elif entry.node.draining:
             state = NodeState.DRAINING

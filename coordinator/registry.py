@@ -49,6 +49,8 @@ class SessionRecord:
 
     session_id: str
     model: str
+    # Token ids mean something under this tokenizer only.
+    tokenizer_digest: str
     created_at_ms: int
     updated_at_ms: int
     epoch: int = 0

@@ -122,7 +122,10 @@ def obstacle(member: Member, request: RouteRequest) -> str | None:
     """Why this node may not take the turn, or None."""
     match member.state:
         case NodeState.DEAD:
-            return f"dead, nothing heard for {member.silent_seconds:.1f} s"
+            stalled_s = member.node.load.stalled_seconds
+            return f"dead, nothing heard for {member.silent_seconds:.1f} s" + (
+                f", no engine step for {stalled_s:.0f} s" if stalled_s else ""
+            )
         case NodeState.SUSPECT:
             return f"suspect, nothing heard for {member.silent_seconds:.1f} s or a connection broke"
         case NodeState.DRAINING:

@@ -97,7 +97,7 @@ async def open_state(path: Path) -> AsyncIterator[SqliteRegistry]:
 async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Registry) -> AsyncIterator[str]:
     """Serve on ``settings.listen``; yields the address with the real port. Raises CannotListen."""
     clock = time.monotonic
-    fleet = Fleet(settings.lease, clock)
+    fleet = Fleet(settings.lease, settings.stall, clock)
     snapshots = SnapshotView(settings.store)
     transport, background = GrpcTransport(), Background()
     around = Surroundings(
@@ -113,7 +113,7 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
     chat_pb2_grpc.add_ChatServiceServicer_to_server(
         ChatService(
             turns=turns, registry=registry, fleet=fleet, snapshots=snapshots, model_name=model.text.model_name,
-            started_s=clock(), clock=clock, wall_ms=wall_ms,
+            tokenizer_digest=model.text.digest, started_s=clock(), clock=clock, wall_ms=wall_ms,
         ), server,
     )  # fmt: skip
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(

@@ -27,6 +27,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     fleet: Fleet
     snapshots: SnapshotView
     model_name: str
+    tokenizer_digest: str
     started_s: float
     clock: Callable[[], float]
     wall_ms: Callable[[], int]
@@ -124,7 +125,10 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     def _new_session(self, session_id: str) -> SessionRecord:
         chosen = requests.name("session_id", session_id) if session_id else uuid4().hex
         now_ms = self.wall_ms()
-        return SessionRecord(session_id=chosen, model=self.model_name, created_at_ms=now_ms, updated_at_ms=now_ms)
+        return SessionRecord(
+            session_id=chosen, model=self.model_name, tokenizer_digest=self.tokenizer_digest,
+            created_at_ms=now_ms, updated_at_ms=now_ms,
+        )  # fmt: skip
 
     def _session(self, record: SessionRecord) -> chat_pb2.Session:
         return session_message(record, self.turns.last_node(record.session_id))

@@ -296,7 +296,14 @@ def fork_session(db: sqlite3.Connection, session_id: str, fork: SessionRecord, n
         raise IndexOutOfRange(f"session {session_id} has {len(kept)} finished turns, not {n_turns}")
     copied = kept[:n_turns]
     n_tokens = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in copied) // 4
-    made = dataclasses.replace(fork, model=parent.model, n_tokens=n_tokens, n_turns=len(copied), forked_from=session_id)
+    made = dataclasses.replace(
+        fork,
+        model=parent.model,
+        tokenizer_digest=parent.tokenizer_digest,
+        n_tokens=n_tokens,
+        n_turns=len(copied),
+        forked_from=session_id,
+    )
     insert_session(db, made)
     for position, row in enumerate(copied):
         insert(db, "turns", {**dict(row), "session_id": made.session_id, "position": position})

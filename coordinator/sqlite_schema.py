@@ -23,6 +23,7 @@ CREATE TABLE meta (
 CREATE TABLE sessions (
     session_id TEXT PRIMARY KEY,
     model TEXT NOT NULL,
+    tokenizer_digest TEXT NOT NULL,
     created_at_ms INTEGER NOT NULL,
     updated_at_ms INTEGER NOT NULL,
     epoch INTEGER NOT NULL,

@@ -6,6 +6,7 @@ What gRPC, a simulator or a test calls; it knows records and events, no wire.
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
@@ -15,6 +16,7 @@ from kvferry.coordinator.conversation import ModelAnswerText, new_prompt_ids
 from kvferry.coordinator.errors import (
     IndexOutOfRange,
     InvalidMessage,
+    ModelMismatch,
     NoNode,
     QueueFull,
     SessionBusy,
@@ -23,7 +25,7 @@ from kvferry.coordinator.errors import (
     UnknownTurn,
 )
 from kvferry.coordinator.membership import NodeState
-from kvferry.coordinator.registry import TurnRecord
+from kvferry.coordinator.registry import SessionRecord, TurnRecord
 from kvferry.coordinator.requests import TurnRequest, answer_budget
 from kvferry.coordinator.turn import Phase, Turn, TurnPolicy, replay
 from kvferry.coordinator.turn_runner import Surroundings, TurnRunner
@@ -31,6 +33,8 @@ from kvferry.engine.text.model import TextModel
 from kvferry.proto.v1 import chat_pb2
 
 Key = tuple[str, str]
+
+logger = logging.getLogger(__name__)
 
 MAX_REPLAYS: Final = 8
 """Finished turns being made again from the registry at once; each detokenises its whole answer in a thread."""
@@ -70,11 +74,17 @@ class Turns:
 
     async def recover(self) -> int:
         """Take up every turn that was open when the last coordinator ended; returns how many."""
-        records = await self._around.registry.open_turns()
-        for record in records:
+        n_resumed = 0
+        for record in await self._around.registry.open_turns():
+            try:
+                await self._own_session(record.session_id)
+            except ModelMismatch as e:
+                logger.warning("turn %s stays open: %s", record.turn_id, e)
+                continue
             history = await self._around.registry.session_tokens(record.session_id)
             self._start(record, history.tolist(), resumed=True)
-        return len(records)
+            n_resumed += 1
+        return n_resumed
 
     async def begin(self, request: TurnRequest) -> Key:
         """Make a turn durable and start it, or find the one that the same request began before.
@@ -82,6 +92,8 @@ class Turns:
         Raises UnknownSession, SessionBusy, TurnExists (the id of another request), PromptTooLong, InvalidMessage,
         QueueFull.
         """
+        if self._stopping.is_set():
+            raise stopping()
         async with self._session_lock(request.session_id):
             if (known := await self._known(request)) is not None:
                 return known
@@ -101,6 +113,7 @@ class Turns:
         Raises UnknownSession, UnknownTurn, IndexOutOfRange; NoNode when no node has the turn for a while, Stopping.
         """
         record = await self._around.registry.get_turn(*key)
+        await self._own_session(record.session_id)
         if (runner := self._runners.get(key)) is None:
             for event in await self._replayed(record, from_index):
                 yield event
@@ -119,8 +132,8 @@ class Turns:
                     yield event
             if runner.turn.phase is Phase.FINISHED and position == len(runner.turn.events):
                 return
-            if self._stopping.is_set():
-                raise Stopping("the coordinator is stopping; the turn goes on when it is back: resume it then")
+            if self._stopping.is_set() or self._runners.get(key) is not runner:
+                raise stopping()
             await self._wait_for_more(runner, seen, arrived_s)
 
     async def cancel(self, session_id: str, turn_id: str) -> None:
@@ -196,9 +209,19 @@ class Turns:
             )
         return record.session_id, record.turn_id
 
+    async def _own_session(self, session_id: str) -> SessionRecord:
+        """The session, if its tokens are this model's. Raises UnknownSession, ModelMismatch."""
+        session = await self._around.registry.get_session(session_id)
+        if session.tokenizer_digest != self._model.digest:
+            raise ModelMismatch(
+                f"session {session_id} was begun with {session.model}, whose tokens {self._model.model_name} does not "
+                "understand: start the coordinator with the session's model, or begin a new session"
+            )
+        return session
+
     async def _new_record(self, request: TurnRequest) -> tuple[TurnRecord, list[int]]:
         registry = self._around.registry
-        session = await registry.get_session(request.session_id)
+        session = await self._own_session(request.session_id)
         if session.open_turn_id:
             raise SessionBusy(
                 f"session {session.session_id} is answering turn {session.open_turn_id}: wait for it or cancel it"
@@ -241,6 +264,7 @@ class Turns:
     def _ended(self, key: Key, runner: TurnRunner) -> None:
         """From now on the turn is read from the registry; subscribers keep what they hold."""
         del self._runners[key], self._tasks[key]
+        runner.changed.ring()
         self.n_failovers += runner.n_moves
         if runner.turn.phase is Phase.FINISHED:
             self.n_finished += 1
@@ -264,13 +288,17 @@ class Turns:
         if record.outcome is None:  # it ended since it was looked up, or stop() let go of it
             record = await self._around.registry.get_turn(record.session_id, record.turn_id)
         if record.outcome is None:
-            raise Stopping("the coordinator is stopping; the turn goes on when it is back: resume it then")
+            raise stopping()
         check_index(from_index, len(record.outcome.answer_ids))
         placements = (await self._around.registry.list_placements(record.session_id)).get(record.turn_id, [])
         text = ModelAnswerText(self._model, record.stop)
         async with self._replays:
             events = await asyncio.to_thread(replay, record, map(chat_pb2.Placement.FromString, placements), text)
         return [e for e in events if not e.HasField("token") or e.sequence >= from_index]
+
+
+def stopping() -> Stopping:
+    return Stopping("the coordinator is stopping; the turn goes on when it is back: resume it then")
 
 
 def check_index(from_index: int, n_tokens: int) -> None:

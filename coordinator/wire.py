@@ -145,6 +145,7 @@ def load_of(load: worker_pb2.NodeLoad) -> Load:
         prefill_tokens_per_second=load.prefill_tokens_per_second,
         decode_tokens_per_second=load.decode_tokens_per_second,
         store_ok=load.store_ok,
+        stalled_seconds=load.stalled_seconds,
     )
 
 

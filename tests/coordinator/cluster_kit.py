@@ -36,9 +36,9 @@ async def eventually(condition: Callable[[], Any]) -> Any:
         return result
 
 
-async def until(question: Callable[[], Awaitable[bool]]) -> None:
+async def until(question: Callable[[], Awaitable[bool]], patience_s: float = PATIENCE_S) -> None:
     """Ask again until the answer is yes."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(patience_s):
         while not await question():  # noqa: ASYNC110 - the other side knows nothing of the test
             await asyncio.sleep(0.02)
 
@@ -78,13 +78,13 @@ class Client:
     async def status(self) -> chat_pb2.GetStatusResponse:
         return await self.stub.GetStatus(chat_pb2.GetStatusRequest(), timeout=PATIENCE_S)
 
-    async def until_nodes(self, n: int) -> None:
+    async def until_nodes(self, n: int, patience_s: float = PATIENCE_S) -> None:
         """Until n nodes are live."""
 
         async def are_live() -> bool:
             return sum(node.state == chat_pb2.NODE_STATE_LIVE for node in (await self.status()).nodes) == n
 
-        await until(are_live)
+        await until(are_live, patience_s)
 
     async def _events(self, call: Any) -> AsyncIterator[chat_pb2.TurnEvent]:
         try:
@@ -178,8 +178,9 @@ class Cluster:
     async def stop(self) -> None:
         await self._stack.aclose()
 
-    async def restart(self) -> None:
+    async def restart(self, model: LoadedModel | None = None) -> None:
         await self.stop()
+        self._model = model or self._model
         await self.start()
 
     def client(self) -> Client:
@@ -238,6 +239,14 @@ class Processes:
         return self.start(
             str(Path(__file__).parent / "scripted_worker.py"), "--node-id", node_id, "--coordinator", coordinator,
             "--tokenizer-digest", text.digest, "--vocabulary-size", str(text.vocab_size), *more,
+        )  # fmt: skip
+
+    def node(self, node_id: str, coordinator: str, store: Path) -> subprocess.Popen[str]:
+        """A real one, with the engine."""
+        return self.start(
+            "-c", "from kvferry.client.cli import main; main()", "node", "run", "--model", str(self._model_path),
+            "--coordinator", coordinator, "--store", str(store), "--node-id", node_id, "--threads", "1",
+            "--kv-memory", "256MiB",
         )  # fmt: skip
 
     def logs(self) -> str:

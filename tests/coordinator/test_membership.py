@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.coordinator.errors import NodeIdTaken
 from kvferry.coordinator.membership import MAX_NODES_REMEMBERED, Load, Membership, Node, NodeState
 
-LEASE_S, TICK_S = 3.0, 0.25
+LEASE_S, TICK_S, STALL_S = 3.0, 0.25, 60.0
 
 
 def node(node_id: str = "a", boot_id: str = "boot1", **changes: object) -> Node:
@@ -25,7 +25,7 @@ def node(node_id: str = "a", boot_id: str = "boot1", **changes: object) -> Node:
 
 
 def fleet(*nodes: Node) -> Membership:
-    membership = Membership(LEASE_S, TICK_S)
+    membership = Membership(LEASE_S, TICK_S, STALL_S)
     for n in nodes:
         membership.register(n, 0.0)
     return membership
@@ -75,6 +75,19 @@ def test_a_broken_stream_makes_suspect_at_once_until_the_node_is_heard_again() -
     assert membership.why_lost("a", "boot1", 0.1) is None
     beat(membership, 0.5)
     assert state(membership, 0.5) is NodeState.LIVE
+
+
+def test_a_node_whose_engine_hangs_is_dead_however_well_it_speaks() -> None:
+    membership = fleet(node())
+    membership.heartbeat("a", "boot1", Load(stalled_seconds=59.0), {}, False, 1.0)
+    assert state(membership, 1.0) is NodeState.LIVE  # slow is not dead
+    membership.heartbeat("a", "boot1", Load(stalled_seconds=61.0), {}, False, 2.0)
+    assert state(membership, 2.0) is NodeState.DEAD
+    lost = membership.why_lost("a", "boot1", 2.0)
+    assert lost is not None
+    assert lost.detail == "its engine hangs, no step for 61 s"
+    membership.heartbeat("a", "boot1", Load(), {}, False, 3.0)
+    assert state(membership, 3.0) is NodeState.LIVE
 
 
 def test_a_draining_node_says_so_itself_and_dies_like_any_other() -> None:
@@ -155,7 +168,7 @@ class AnyHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.membership = Membership(LEASE_S, TICK_S)
+        self.membership = Membership(LEASE_S, TICK_S, STALL_S)
         self.heard: dict[str, tuple[str, float]] = {}
         self.boots = 0
 

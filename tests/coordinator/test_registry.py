@@ -64,7 +64,9 @@ async def registry(open_registry: Open) -> Registry:
 
 
 def session(session_id: str = "s", at_ms: int = 1) -> SessionRecord:
-    return SessionRecord(session_id=session_id, model="m", created_at_ms=at_ms, updated_at_ms=at_ms)
+    return SessionRecord(
+        session_id=session_id, model="m", tokenizer_digest="d", created_at_ms=at_ms, updated_at_ms=at_ms
+    )
 
 
 def turn(

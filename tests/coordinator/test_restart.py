@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 
 import grpc
@@ -66,6 +67,29 @@ async def test_finished_turns_and_sessions_are_the_same_after_a_restart(cluster:
         assert await all_of(client.resume(session, text)) == events
         assert await all_of(client.generate(session, text, turn_id=text, seed=9)) == events
     assert kinds_of(await all_of(client.resume(session, "two", from_index=6))) == ["started", "placed", "finished"]
+
+
+async def test_a_session_of_another_tokenizer_is_kept_and_not_touched(cluster: Cluster, model: LoadedModel) -> None:
+    client = cluster.client()
+    for name in ("open", "done"):
+        await client.new_session(name)
+    worker = await cluster.worker("a", Script(token_seconds=0.01))
+    await client.until_nodes(1)
+    await all_of(client.generate("done", "Hi"))
+    await take_tokens(client.generate("open", "Hi", max_tokens=500), 1)
+    n_before = len(worker.requests)
+    other = LoadedModel(text=dataclasses.replace(model.text, digest="another"), context_length=8192)
+    await cluster.restart(other)
+    worker.script.token_seconds = 0.0
+    client = cluster.client()
+    for stream in (client.generate("done", "More"), client.resume("done"), client.resume("open")):
+        _, error = await read_while_it_lasts(stream)
+        assert error is not None
+        assert code_of(error) == "model_mismatch"
+    assert len((await client.get("done")).turns) == 1
+    assert len(worker.requests) == n_before
+    await cluster.restart(model)
+    assert len(ids_of(await resume_until_served(cluster.client(), "open", 0))) == 500
 
 
 @pytest.mark.parametrize("n_before_kill", [0, 13])

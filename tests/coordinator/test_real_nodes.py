@@ -1,0 +1,40 @@
+"""The same with engines: two real nodes, one of them killed in the middle of an answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from cluster_kit import Client, Processes, all_of, ids_of, take_tokens
+
+from kvferry.proto.v1 import common_pb2
+
+QUESTION = "Write a short story about a lighthouse keeper and a lost ship."
+SAMPLING = common_pb2.SamplingSettings(temperature=0.8, seed=11)
+
+
+async def test_an_answer_goes_on_bit_for_bit_when_its_board_dies(processes: Processes, tmp_path: Path) -> None:
+    _, address = processes.coordinator("127.0.0.1:0", "--store", str(tmp_path / "store"))
+    nodes = {name: processes.node(name, address, tmp_path / "store") for name in "ab"}
+    client = Client(address)
+    try:
+        await client.until_nodes(2, patience_s=120)
+        session = await client.new_session()
+        events = client.generate(session, QUESTION, turn_id="t", max_tokens=48, sampling=SAMPLING)
+        first = await take_tokens(events, 7)
+        serving = (await client.get(session)).turns[0].placements[0].node_id
+        os.kill(nodes[serving].pid, signal.SIGKILL)
+        rest = await all_of(events)
+        answer = first + ids_of(rest)
+        assert [e.node_lost.node_id for e in rest if e.HasField("node_lost")] == [serving], processes.logs()
+        undisturbed = await all_of(
+            client.generate(await client.new_session(), QUESTION, max_tokens=48, sampling=SAMPLING)
+        )
+        assert answer == ids_of(undisturbed), processes.logs()
+        assert rest[-1].finished.n_placements == 2
+        follow_up = await all_of(client.generate(session, "And then?", max_tokens=8))
+        placed = next(e.placed for e in follow_up if e.HasField("placed"))
+        assert placed.prefix.n_resident > len(answer)  # the node that took over holds the conversation
+    finally:
+        await client.channel.close()
