@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -16,27 +16,25 @@ from numpy.typing import ArrayLike
 
 from kvferry.store import vlkv
 from kvferry.store.catalog import Catalog, Match, RefreshReport
-from kvferry.store.directory import NS_PER_S, TRASH_GRACE_S, ReapReport, StoreDirectory
+from kvferry.store.directory import TRASH_GRACE_S, ReapReport, StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreFull, StoreMisuse
+from kvferry.store.evictor import Evictor
 from kvferry.store.fs import FileSystem, PosixFileSystem
 from kvferry.store.geometry import KvGeometry, RowSink, RowSource, TokenIds
 from kvferry.store.publish import Outcome, confirm_same, publish, write_snapshot
 from kvferry.store.reader import RowBuffers, open_snapshot
-from kvferry.store.space import Budget, RoomPlan, plan_room
+from kvferry.store.space import Budget
 
 __all__ = ["Match", "ReapReport", "RefreshReport", "SnapshotInfo", "SnapshotStore", "StoreStatistics"]
 
 _log = logging.getLogger(__name__)
 
-# A plan is made again when a victim was pinned after it was chosen; each round needs another such coincidence.
-_MAX_PLANS = 8
 _COUNTED = (
     "n_published",
     "n_already_there",
     "n_failed_saves",
     "n_restored",
     "n_failed_restores",
-    "n_evicted",
     "bytes_written",
     "bytes_read",
 )
@@ -110,9 +108,8 @@ class SnapshotStore:
         self._fs: FileSystem = PosixFileSystem() if fs is None else fs
         self._directory = StoreDirectory(self._fs, root, fingerprint, node_id, unique)
         self._catalog = Catalog(self._directory, geometry, vocab_size, trusted_uids)
-        self._lock = threading.Lock()  # guards the three below; never held during I/O
-        self._pins: Counter[str] = Counter()
-        self._condemned: set[str] = set()  # being evicted at this moment: may not be pinned any more
+        self._evictor = Evictor(self._directory, self._catalog, self.budget, trash_grace_s)
+        self._lock = threading.Lock()  # guards the counts
         self._counts: Counter[str] = Counter()
 
     @classmethod
@@ -216,23 +213,12 @@ class SnapshotStore:
             self._catalog.refuse(error, match.name, identity or self._directory.identity(match.name))
             raise
 
-    @contextmanager
-    def pin(self, name: str) -> Iterator[None]:
+    def pin(self, name: str) -> AbstractContextManager[None]:
         """Keeps a snapshot from being evicted by this process, for a read or for a turn that waits to read it.
 
         Raises SnapshotGone when it is being evicted at this moment.
         """
-        with self._lock:
-            if name in self._condemned:
-                raise SnapshotGone("pin", self._directory.file(name))
-            self._pins[name] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._pins[name] -= 1
-                if not self._pins[name]:
-                    del self._pins[name]
+        return self._evictor.pin(name)
 
     # --- writing
 
@@ -286,7 +272,7 @@ class SnapshotStore:
         final = self._directory.file(name)
         with self._directory.temp(name, n_bytes) as temp:
             now_ns = temp.created_at_ns()
-            self._make_room(now_ns, max(0, n_bytes - self._directory.free_bytes()), final)
+            self._evictor.make_room(now_ns, max(0, n_bytes - self._directory.free_bytes()), final)
             inode = write_snapshot(temp, self.geometry, ids, token_hash, rows, RowBuffers(self.geometry))
             return publish(self._fs, temp.path, final, inode, self.geometry, ids)
 
@@ -309,64 +295,19 @@ class SnapshotStore:
         self._must_write("evict")
         if not self._directory.exists():
             return ()
-        return self._make_room(self._directory.now_ns(), 0, self.path)
+        return self._evictor.make_room(self._directory.now_ns(), 0, self.path)
 
     def _free(self, n_bytes: int) -> None:
         """The disk said it is full (or a quota did, which no count of free bytes shows): get rid of as much as is to
         be written."""
         shortage = n_bytes - self._directory.free_bytes()
-        self._make_room(self._directory_now_ns(), shortage if shortage > 0 else n_bytes, self.path)
+        self._evictor.make_room(self._directory_now_ns(), shortage if shortage > 0 else n_bytes, self.path)
 
     def _directory_now_ns(self) -> int:
         try:
             return self._directory.now_ns()
         except StoreFull:  # not even an empty file can be made; then every reservation counts
             return 0
-
-    def _make_room(self, now_ns: int, shortage_bytes: int, wanted_for: Path) -> tuple[str, ...]:
-        evicted: list[str] = []
-        expired_before_ns = now_ns - int(self._trash_grace_s * NS_PER_S)
-        for _ in range(_MAX_PLANS):
-            with self._lock:
-                protected = set(self._pins)
-            plan = plan_room(self._directory.survey(now_ns), self.budget, shortage_bytes, protected, expired_before_ns)
-            if plan is None:
-                break
-            n_planned = len(plan.evict)
-            gone = self._carry_out(plan)
-            evicted += gone
-            if len(gone) == n_planned:
-                return tuple(evicted)
-        raise StoreFull(
-            f"no room for {wanted_for}: everything else in the store's {self.budget.max_bytes} bytes"
-            f" and {self.budget.max_files} files is in use",
-            op="make room",
-            path=wanted_for,
-        )
-
-    def _carry_out(self, plan: RoomPlan) -> list[str]:
-        """Removes what the plan says but for what has been pinned since; returns the snapshots that went."""
-        for name in plan.purge:
-            self._directory.purge(name)
-        gone = []
-        for name in plan.evict:
-            with self._lock:
-                if name in self._pins:
-                    continue
-                self._condemned.add(name)
-            try:
-                self._catalog.forget(name)
-                if name in plan.delete:
-                    self._directory.delete(name)
-                else:
-                    self._directory.throw_away(name)
-            finally:
-                with self._lock:
-                    self._condemned.discard(name)
-            gone.append(name)
-            _log.info("evicted %s, least recently used", self._directory.file(name))
-        self._count(n_evicted=len(gone))
-        return gone
 
     # --- reporting
 
@@ -381,6 +322,7 @@ class SnapshotStore:
         return StoreStatistics(
             n_known=len(self._catalog),
             n_refused=len(self._catalog.refused()),
+            n_evicted=self._evictor.n_evicted,
             **{name: counts.get(name, 0) for name in _COUNTED},
         )
 

@@ -1,0 +1,107 @@
+"""Making room in a store directory, and keeping away from what is in use while doing so."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvferry.store.catalog import Catalog
+from kvferry.store.directory import NS_PER_S, StoreDirectory
+from kvferry.store.errors import SnapshotGone, StoreFull
+from kvferry.store.space import Budget, RoomPlan, plan_room
+
+_log = logging.getLogger(__name__)
+
+# A plan is made again when a victim was pinned after it was chosen; each round needs another such coincidence.
+_MAX_PLANS = 8
+
+
+class Evictor:
+    """Carries out what space.plan_room decides. Any thread may pin; ``make_room`` waits for the disk."""
+
+    def __init__(self, directory: StoreDirectory, catalog: Catalog, budget: Budget, trash_grace_s: float) -> None:
+        self._directory = directory
+        self._catalog = catalog
+        self._budget = budget
+        self._trash_grace_ns = int(trash_grace_s * NS_PER_S)
+        self._lock = threading.Lock()  # guards the three below; never held during I/O
+        self._pins: Counter[str] = Counter()
+        self._condemned: set[str] = set()  # being evicted at this moment: may not be pinned any more
+        self._n_evicted = 0
+
+    @property
+    def n_evicted(self) -> int:
+        """Snapshots evicted so far."""
+        with self._lock:
+            return self._n_evicted
+
+    @contextmanager
+    def pin(self, name: str) -> Iterator[None]:
+        """Keeps a snapshot from being evicted by this process. Raises SnapshotGone when that is happening already."""
+        with self._lock:
+            if name in self._condemned:
+                raise SnapshotGone("pin", self._directory.file(name))
+            self._pins[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pins[name] -= 1
+                if not self._pins[name]:
+                    del self._pins[name]
+
+    def make_room(self, now_ns: int, shortage_bytes: int, wanted_for: Path) -> tuple[str, ...]:
+        """Evicts until the budget holds and ``shortage_bytes`` of the disk are free; returns the names that went.
+
+        Raises StoreFull when what is pinned or being written leaves too little, StoreUnavailable.
+        """
+        evicted: list[str] = []
+        for _ in range(_MAX_PLANS):
+            with self._lock:
+                protected = set(self._pins)
+            survey = self._directory.survey(now_ns)
+            plan = plan_room(survey, self._budget, shortage_bytes, protected, now_ns - self._trash_grace_ns)
+            if plan is None:
+                break
+            gone = self._carry_out(plan)
+            evicted += gone
+            if len(gone) == len(plan.evict):
+                return tuple(evicted)
+        raise StoreFull(
+            f"no room for {wanted_for}: everything else in the store's {self._budget.max_bytes} bytes"
+            f" and {self._budget.max_files} files is in use",
+            op="make room",
+            path=wanted_for,
+        )
+
+    def _carry_out(self, plan: RoomPlan) -> list[str]:
+        """Removes what the plan says but for what has been pinned since; returns the snapshots that went."""
+        for name in plan.purge:
+            self._directory.purge(name)
+        gone = []
+        for name in plan.evict:
+            with self._lock:
+                if name in self._pins:
+                    continue
+                self._condemned.add(name)
+            try:
+                self._remove(name, at_once=name in plan.delete)
+            finally:
+                with self._lock:
+                    self._condemned.discard(name)
+            gone.append(name)
+        with self._lock:
+            self._n_evicted += len(gone)
+        return gone
+
+    def _remove(self, name: str, *, at_once: bool) -> None:
+        self._catalog.forget(name)
+        if at_once:
+            self._directory.delete(name)
+        else:
+            self._directory.throw_away(name)
+        _log.info("evicted %s, least recently used", self._directory.file(name))
