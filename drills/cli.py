@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import signal
 import tempfile
 import time
@@ -25,6 +26,9 @@ from kvferry.drills.report import as_json, print_report
 DRILLS: Final = {
     "demo": "Three turns; the serving node is killed in the second, everything is restarted before the third.",
 }
+
+REPORT_COLUMNS: Final = 110
+"""When nobody says how wide the output is: the timeline's longest line."""
 
 WATCH_S: Final = 0.5
 
@@ -99,6 +103,8 @@ def list_drills() -> None:
 def demo(seed: int | None, model: str, threads_per_node: int | None, json_file: Path | None, keep: Path | None) -> None:
     """Run the demo; exit code 20 when a token was lost, came twice or differs."""
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = REPORT_COLUMNS
     with _directory(keep) as directory, _sigterm_interrupts(), console.status("…") as status:
         options = DemoOptions(
             directory=directory,
@@ -112,11 +118,11 @@ def demo(seed: int | None, model: str, threads_per_node: int | None, json_file: 
             status.update(line)
 
         result = run_demo(options, say)
-    print_report(result, console)
-    if json_file is not None:
-        json_file.write_text(json.dumps(as_json(result), indent=1) + "\n", encoding="utf-8")
-    if not result.verdict.is_good:
-        raise VerdictFailed(f"The conversation was not the same (seed {result.seed}).")
+        print_report(result, console)
+        if json_file is not None:
+            json_file.write_text(json.dumps(as_json(result), indent=1) + "\n", encoding="utf-8")
+        if not result.verdict.is_good:
+            raise VerdictFailed(f"The conversation was not the same (seed {result.seed}).")
 
 
 def _print_how_to_go_on(cluster: LocalCluster) -> None:
@@ -159,9 +165,18 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _directory(keep: Path | None) -> Iterator[Path]:
+    """A folder that goes when all went well; what a failed drill left is evidence, and stays."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep
         return
-    with tempfile.TemporaryDirectory(prefix="kvferry-drill-") as directory:
-        yield Path(directory)
+    directory = Path(tempfile.mkdtemp(prefix="kvferry-drill-"))
+    try:
+        yield directory
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    except Exception:
+        click.echo(f"files and logs of the drill: {directory}", err=True)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)

@@ -61,16 +61,20 @@ class DemoResult:
 
 
 def conversation(seed: int) -> list[TurnRequest]:
-    """A prompt of some 600 tokens and two more questions; the middle answer is sampled, the others are greedy."""
+    """A prompt of some 600 tokens and two more questions; greedy, sampled, and greedy with a penalty."""
     text = files("kvferry.drills").joinpath("texts/ferry.txt").read_text(encoding="utf-8")
     return [
-        TurnRequest(f"{text}\nSummarise this text in three sentences.", max_tokens=72),
+        TurnRequest(f"Here is a text.\n\n{text}\nWhat is this text about?", max_tokens=96),
         TurnRequest(
-            "Tell the story of the night of the flood as Marta's uncle would have told it, in some detail.",
+            "What happened on the night of the flood, when the cable broke?",
             max_tokens=96,
-            sampling=Sampling(temperature=0.8, top_p=0.95, seed=seed),
+            sampling=Sampling(temperature=0.6, top_p=0.95, repetition_penalty=1.1, seed=seed),
         ),
-        TurnRequest("What is the one rule of the place, and why are there two boats?", max_tokens=64),
+        TurnRequest(
+            "Why are there two boats? Answer in two sentences.",
+            max_tokens=72,
+            sampling=Sampling(repetition_penalty=1.15, repetition_window=256),
+        ),
     ]
 
 

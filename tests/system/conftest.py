@@ -24,8 +24,8 @@ def control(model, tmp_path_factory) -> Iterator[Control]:
         yield Control(cluster)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(model, tmp_path_factory) -> Iterator[LocalCluster]:
-    """Three nodes; tests put right what they broke (`ensure_all_live`)."""
+    """Three nodes for all tests, since starting them takes longer than most tests; each puts right what it broke."""
     with LocalCluster(options(model, tmp_path_factory.mktemp("cluster"))) as cluster:
         yield cluster
