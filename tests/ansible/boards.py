@@ -4,8 +4,8 @@ A rig is a switch, a controller's namespace and N boards behind it; no board has
 prefix, and nothing outlives the rig: a reaper process, in a session of its own, waits for the rig's owner to end, by
 whatever signal, and then takes down what is still there.
 
-Run as a program it is that reaper; ``boards.py up FOLDER N_BOARDS CACHE SHARED_AT`` holds a rig to play with until Ctrl-C;
-``boards.py down FOLDER`` takes down one whose reaper was killed as well.
+Run as a program it is that reaper; ``boards.py up FOLDER N_BOARDS CACHE SHARED_AT`` holds a rig to play with until
+Ctrl-C; ``boards.py down FOLDER`` takes down one whose reaper was killed as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import secrets
-import shlex
 import shutil
 import signal
 import subprocess
@@ -117,6 +116,7 @@ class Rig:
         )
         try:
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
+            rig.ssh_config.write_text(rig._ssh_config())
             rig._make_network()
             for board in rig.boards:
                 rig._make_root(board, base)
@@ -147,23 +147,25 @@ class Rig:
         return f"{SUBNET}.{10 + board}"
 
     def in_control(self, argv: Sequence[str | Path]) -> list[str]:
-        """``argv`` as a command on the controller: in its network, and ended with the rig."""
+        """``argv`` as a command on the boards' network; it ends with the rig."""
+        return ["nsenter", f"--net=/run/netns/{self.name('ctl')}", *self.beside(argv)]
+
+    def beside(self, argv: Sequence[str | Path]) -> list[str]:
+        """``argv`` as a command on this machine's own network that ends with the rig; ssh reaches boards from it."""
         join = f'echo $$ > {CGROUPS}/unified/{self.name("ctl")}/cgroup.procs; exec "$@"'
-        return ["nsenter", f"--net=/run/netns/{self.name('ctl')}", "sh", "-c", join, "sh", *map(str, argv)]
+        return ["sh", "-c", join, "sh", *map(str, argv)]
 
     def ssh(self, board: int, command: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-        argv = ["ssh", *self.ssh_options(), f"root@{self.address(board)}", command]
-        done = subprocess.run(self.in_control(argv), capture_output=True, text=True, check=False, timeout=120)
+        argv = ["ssh", "-F", self.ssh_config, self.address(board), command]
+        done = subprocess.run(self.beside(argv), capture_output=True, text=True, check=False, timeout=120)
         if check and done.returncode:
             raise AssertionError(f"on board {board}: {command}\nexit {done.returncode}\n{done.stdout}{done.stderr}")
         return done
 
-    def ssh_options(self) -> list[str]:
-        return [
-            "-i", str(self.folder / "key"), "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5",
-            "-o", "StrictHostKeyChecking=accept-new", "-o", f"UserKnownHostsFile={self.folder / 'known_hosts'}",
-            "-o", "LogLevel=ERROR",
-        ]  # fmt: skip
+    @property
+    def ssh_config(self) -> Path:
+        """Configuration with which ssh reaches the boards, in their own network, as root."""
+        return self.folder / "ssh_config"
 
     def start(self, board: int) -> None:
         """Power on. Returns at once; see `wait_until_up`."""
@@ -239,6 +241,23 @@ class Rig:
                 reaper.stdin.close()
             reaper.wait(30)
 
+    def _ssh_config(self) -> str:
+        relay = "exec 3<>/dev/tcp/%h/%p; cat <&3 & reader=$!; cat >&3; kill $reader"
+        return f"""\
+User root
+IdentityFile {self.folder / "key"}
+IdentitiesOnly yes
+BatchMode yes
+ConnectTimeout 5
+# A board that loses its power says nothing more.
+ServerAliveInterval 5
+ServerAliveCountMax 3
+StrictHostKeyChecking accept-new
+UserKnownHostsFile {self.folder / "known_hosts"}
+LogLevel ERROR
+ProxyCommand nsenter --net=/run/netns/{self.name("ctl")} bash -c '{relay}'
+"""
+
     def _make_network(self) -> None:
         switch = self.name("sw")
         _run("ip", "netns", "add", switch)
@@ -310,8 +329,7 @@ def _hold(folder: Path, n_boards: int, cache: Path, shared_at: str) -> None:
             rig.start(board)
         for board in rig.boards:
             rig.wait_until_up(board)
-            login = rig.in_control(["ssh", *rig.ssh_options(), f"root@{rig.address(board)}"])
-            print(f"board {board}: {shlex.join(login)}")
+            print(f"board {board}: ssh -F {rig.ssh_config} {rig.address(board)}")
         print("up; ends with this process", flush=True)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Gathers all that a board needs to install kvferry without a network: one tar of wheels with their SHA-256 sums.
+
+Runs on the controller, needs pip and a package index, and only the standard library. Prints JSON:
+{"release", "version", "tar", "sha256", "made"}. A bundle that is there already is not made again.
+
+A release is named by its version and a digest of its sources, so two states of the tree never share a name.
+pip evaluates environment markers for the interpreter it runs under, not for the target: none of our dependencies has
+one that differs between x86-64 and aarch64 Linux of the same Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+# The oldest C library that llvmlite's wheels run on; a bundle for it installs on every newer board.
+GLIBC_MINOR = 28
+# Zip and tar files made of the same sources are the same bytes: 2020-01-01, any fixed time after 1980 will do.
+SOURCE_DATE_EPOCH = "1577836800"
+SKIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "*.egg-info")
+
+
+def main() -> None:
+    arguments = _arguments()
+    version = tomllib.loads((arguments.source / "pyproject.toml").read_text())["project"]["version"]
+    with tempfile.TemporaryDirectory(prefix="kvferry-bundle-") as temp:
+        tree = Path(temp, "tree")
+        _copy_sources(arguments.source, tree)
+        release = f"{version}-{_digest_of_tree(tree)[:8]}"
+        tar = arguments.output / f"kvferry-{release}-{arguments.arch}-py{arguments.python.replace('.', '')}.tar"
+        made = not tar.exists()
+        if made:
+            wheels = Path(temp, "wheels")
+            _gather(tree, wheels, arguments.arch, arguments.python)
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            _write_tar(wheels, tar)
+    facts = {"release": release, "version": version, "tar": str(tar), "sha256": _sha256(tar), "made": made}
+    print(json.dumps(facts))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", required=True, choices=["x86_64", "aarch64"], help="the boards' architecture")
+    parser.add_argument("--python", required=True, help="the boards' Python, such as 3.11")
+    parser.add_argument("--output", required=True, type=Path, help="folder that keeps bundles")
+    parser.add_argument("--source", type=Path, default=Path(__file__).resolve().parent.parent, help="tree of kvferry")
+    return parser.parse_args()
+
+
+def _copy_sources(source: Path, tree: Path) -> None:
+    """What the wheel is made of, so that building leaves nothing in the tree and nothing else gets into the digest."""
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(source / name, tree / name)
+    for room in sorted((source / "src" / "kvferry").iterdir()):
+        target = tree / "src" / "kvferry" / room.name
+        if room.is_dir() and room.name != "__pycache__":
+            shutil.copytree(room.resolve(), target, ignore=SKIPPED)
+        elif room.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(room, target)
+
+
+def _digest_of_tree(tree: Path) -> str:
+    digest = hashlib.sha256()
+    for path in _files(tree):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(tree)}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _gather(tree: Path, wheels: Path, arch: str, python: str) -> None:
+    """Our wheel, its dependencies for the target, and pip itself: Debian's python3 comes without one."""
+    _pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(tree))
+    ours = next(wheels.glob("kvferry-*.whl"))
+    platforms = [f"manylinux_2_{minor}_{arch}" for minor in range(GLIBC_MINOR, 4, -1)]
+    _pip(
+        "download", "--dest", str(wheels), "--only-binary=:all:", "--implementation=cp", f"--python-version={python}",
+        *(f"--platform={platform}" for platform in [*platforms, f"manylinux2014_{arch}"]),
+        str(ours), "pip",
+    )  # fmt: skip
+
+
+def _pip(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments],
+        env={**os.environ, "SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        sys.exit(f"error: pip {arguments[0]} failed, so there is no bundle:\n{done.stderr.strip()}")
+
+
+def _write_tar(wheels: Path, tar: Path) -> None:
+    """Appears whole or not at all. Holds the wheels and SHA256SUMS, as `sha256sum --check` reads it."""
+    names = sorted(path.name for path in wheels.glob("*.whl"))
+    sums = "".join(f"{_sha256(wheels / name)}  {name}\n" for name in names).encode()
+    temp = tar.with_name(f"{tar.name}.{os.getpid()}.tmp")
+    try:
+        with tarfile.open(temp, "w") as archive:
+            _add(archive, "SHA256SUMS", sums)
+            for name in names:
+                _add(archive, name, (wheels / name).read_bytes())
+        temp.replace(tar)
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode, entry.mtime = len(content), 0o644, int(SOURCE_DATE_EPOCH)
+    archive.addfile(entry, io.BytesIO(content))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+if __name__ == "__main__":
+    main()

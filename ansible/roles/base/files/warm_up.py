@@ -1,0 +1,37 @@
+#!/usr/bin/python3
+"""Compiles the kernels before anybody waits for them: starts a node that knows nobody, waits until it serves, drains it.
+
+usage: warm_up.py RELEASE_FOLDER MODEL DONE_FILE; DONE_FILE is written when all went well. A node is ready only after it
+has run its kernels, so its cache is then complete, made by the same program, user, processor and sandbox as later.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def main(release: Path, model: str, done: Path) -> None:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder, "ready.json")
+        node = subprocess.Popen(
+            [release / "bin/kvferry", "node", "run", "--model", model, "--node-id", "warm-up",
+             "--listen", "127.0.0.1:0", "--kv-memory", "64MiB", "--context", "256", "--ready-file", ready],
+            env={name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_NODE_")},
+        )  # fmt: skip
+        while not ready.exists():
+            if node.poll() is not None:
+                sys.exit(f"the node ended with exit code {node.returncode} before it was ready; its reasons are above")
+            time.sleep(0.1)
+        node.send_signal(signal.SIGTERM)
+        if node.wait():
+            sys.exit(f"the node ended with exit code {node.returncode} when it was told to")
+    done.write_text(f"{time.monotonic() - started:.1f} s\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
