@@ -17,7 +17,7 @@ from kvferry.engine.files.gguf_file import open_gguf
 from kvferry.engine.fingerprint import fingerprint
 from kvferry.engine.kernels import records
 from kvferry.engine.kernels.attention import TILE_ROWS, tile_tokens
-from kvferry.engine.kernels.forward import PHASES_PER_LAYER, PRIVATE_ROWS, forward, serve_steps
+from kvferry.engine.kernels.forward import PHASES_PER_LAYER, PRIVATE_ROWS, run_steps
 from kvferry.engine.kernels.intrinsics import ISA
 from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, activation_row_bytes
 from kvferry.engine.kernels.linear import UNIT_ROWS
@@ -73,7 +73,7 @@ class Engine:
         self._records = (packed.model, packed.layers, self._workspace.record, self._step)
         self._workers = WorkerThreads(
             options.n_threads,
-            lambda thread, seen: int(serve_steps(*self._records, thread, options.n_threads, seen)),
+            lambda thread, seen: int(run_steps(*self._records, thread, options.n_threads, seen)),
             self._workspace.control,
         )
 
@@ -126,11 +126,11 @@ class Engine:
         arrays = batch.describe(start, stop, self._step, logits)
         self._workspace.counters[:] = 0
         self._workers.announce()
-        forward(*self._records, 0, self.n_threads)
+        run_steps(*self._records, 0, self.n_threads, 0)
         del arrays  # the step's record points into them until here
 
     def _warm_up(self) -> None:
-        """Compile, or load from the cache, everything a step needs, and touch the weights once."""
+        """Load the compiled kernels and touch the weights once, so that the first token is as fast as the next."""
         sequence = self.new_sequence()
         self.forward([Chunk(sequence, np.zeros(1, np.int32))])
         sequence.release()
@@ -189,7 +189,7 @@ class _Batch:
         """Fill in the step's record for rows [start, stop); returns the arrays that it points into."""
         tables = [chunk.sequence.block_table for chunk in self._chunks]
         first_logit, end_logit = np.searchsorted(self._logit_rows, [start, stop])
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "tokens_at": self._tokens[start:stop],
             "positions_at": self._positions[start:stop],
             "block_tables_at": self._table_addresses(tables)[start:stop],

@@ -38,7 +38,7 @@ def aligned_empty(n_bytes: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class PackedModel:
-    """Weights in the kernels' layout. ``model`` and ``layers`` hold addresses into ``arrays``, which keeps them alive."""
+    """Weights in the kernels' layout. ``model`` and ``layers`` hold addresses into ``arrays``."""
 
     config: ModelConfig
     model: NDArray[Any]  # records.MODEL [1]
@@ -184,6 +184,6 @@ def _minima_of_q4_0(tensor: GgufTensor) -> NDArray[np.uint8]:
     minima = d.astype(np.float32) * np.float32(-8.0)
     if not np.all(np.isfinite(minima.astype(np.float16))):
         raise UnsupportedArchitecture(
-            f"tensor {tensor.name!r} has q4_0 scales above 8188, which the kernels do not have"
+            f"tensor {tensor.name!r} has q4_0 scales above 8188, more than the kernels can hold"
         )
     return minima.astype(np.float16).reshape(tensor.shape[0], -1).view(np.uint8)

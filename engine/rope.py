@@ -39,7 +39,7 @@ def inverse_frequencies(head_dim: int, theta: float) -> NDArray[np.float32]:
 def rope_table(n_positions: int, head_dim: int, theta: float) -> NDArray[np.float32]:
     """float32 [n_positions, 2, head_dim / 2]: cosines, then sines, of the angles of each position.
 
-    angle = float32(position) * inverse frequency, rounded to float32; its cosine and sine in float64, rounded once more.
+    angle = float32(position) * inverse frequency, rounded to float32; cosine and sine in float64, rounded once more.
     """
     positions = np.arange(n_positions, dtype=np.float32)
     angles = positions[:, None] * inverse_frequencies(head_dim, theta)[None, :]

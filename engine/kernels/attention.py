@@ -149,7 +149,7 @@ def attend(model: Any, workspace: Any, step: Any, layer: int, tile: int, kv_head
         _all_values(
             scores + row * _SCORE_BYTES,
             n_rows - row,
-            KV_BLOCK,
+            np.int64(KV_BLOCK),
             v_tile,
             head_dim,
             rescales + row * FLOAT_BYTES,

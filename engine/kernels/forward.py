@@ -24,7 +24,7 @@ from kvferry.engine.kernels.intrinsics import (
     rope,
     store_float,
 )
-from kvferry.engine.kernels.jit import kernel
+from kvferry.engine.kernels.jit import glue, kernel
 from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, QUANT_BLOCK
 from kvferry.engine.kernels.linear import UNIT_ROWS, linear, unpack_row
 from kvferry.engine.kernels.sync import await_step, barrier
@@ -37,18 +37,19 @@ _ONE: Final = np.float32(1.0)
 
 
 @kernel
-def _next_unit(workspace: Any, phase: int) -> int:
-    """The next piece of work of a phase, in order, each to one thread."""
-    return atomic_add(workspace.counters_at + phase * CACHE_LINE, 1)
+def _portion(n_units: int, n_rows: int, n_threads: int) -> int:
+    """How many units a thread takes at a time: a long run when there is one row, so that weights are read in long
+    streams; one by one when there are many, so that no thread waits long for another at the end."""
+    return (n_units + n_threads - 1) // n_threads if n_rows == 1 else 1
 
 
 @kernel
-def _share(n_units: int, thread: int, n_threads: int) -> tuple[int, int]:
-    """This thread's fixed, contiguous share of the units: [first, end)."""
-    return n_units * thread // n_threads, n_units * (thread + 1) // n_threads
+def _take(workspace: Any, phase: int, portion: int) -> int:
+    """The first of the next ``portion`` units of a phase; each goes to one thread, whichever comes first."""
+    return atomic_add(workspace.counters_at + phase * CACHE_LINE, portion)
 
 
-@kernel
+@glue
 def _embed(model: Any, workspace: Any, step: Any, thread: int, n_threads: int) -> None:
     n_blocks = model.hidden_size // QUANT_BLOCK
     for row in range(thread, step.n_rows, n_threads):
@@ -57,7 +58,7 @@ def _embed(model: Any, workspace: Any, step: Any, thread: int, n_threads: int) -
         unpack_row(model.embedding_kind, model.embedding_at, n_blocks, token, target)
 
 
-@kernel
+@glue
 def _norm(
     model: Any, workspace: Any, rows_at: int, n_rows: int, weight_at: int, scratch: int, thread: int, n_threads: int
 ) -> int:
@@ -94,7 +95,7 @@ def _rope_table(model: Any, step: Any, row: int) -> int:
     return model.rope_at + load_int32(step.positions_at + 4 * row) * model.head_dim * FLOAT_BYTES
 
 
-@kernel
+@glue
 def _query_heads(model: Any, workspace: Any, step: Any, layer: Any, normed: int, first_head: int, n_heads: int) -> None:
     head_bytes = model.head_dim * FLOAT_BYTES
     row_bytes = model.n_heads * head_bytes
@@ -104,7 +105,7 @@ def _query_heads(model: Any, workspace: Any, step: Any, layer: Any, normed: int,
     query = workspace.query_at + first_head * head_bytes
     linear(
         layer.q_kind, layer.q_at, n_blocks, first_head * units, n_heads * units,
-        normed, stride, step.n_rows, query, row_bytes, 0,
+        normed, stride, step.n_rows, query, row_bytes, np.int64(0),
     )  # fmt: skip
     for row in range(step.n_rows):
         table = _rope_table(model, step, row)
@@ -113,7 +114,7 @@ def _query_heads(model: Any, workspace: Any, step: Any, layer: Any, normed: int,
             rope(at, table, model.head_dim // 2, model.query_scale, at)
 
 
-@kernel
+@glue
 def _key_heads(
     model: Any, workspace: Any, step: Any, layer: Any, layer_index: int, normed: int, first: int, n: int, scratch: int
 ) -> None:
@@ -124,7 +125,7 @@ def _key_heads(
     keys = scratch + workspace.scratch_linear
     linear(
         layer.k_kind, layer.k_at, n_blocks, first * units, n * units,
-        normed, stride, step.n_rows, keys, n * head_bytes, 0,
+        normed, stride, step.n_rows, keys, n * head_bytes, np.int64(0),
     )  # fmt: skip
     for row in range(step.n_rows):
         table = _rope_table(model, step, row)
@@ -132,12 +133,12 @@ def _key_heads(
         for head in range(n):
             key = keys + (row * n + head) * head_bytes
             rope(key, table, model.head_dim // 2, _ONE, key)
-            tile = _kv_tile(model, workspace, step, layer_index, row, first + head, 0) + column
+            tile = _kv_tile(model, workspace, step, layer_index, row, first + head, np.int64(0)) + column
             for d in range(model.head_dim):
                 store_float(tile + d * KV_BLOCK * FLOAT_BYTES, load_float(key + d * FLOAT_BYTES))
 
 
-@kernel
+@glue
 def _value_heads(
     model: Any, workspace: Any, step: Any, layer: Any, layer_index: int, normed: int, first: int, n: int, scratch: int
 ) -> None:
@@ -148,146 +149,125 @@ def _value_heads(
     values = scratch + workspace.scratch_linear
     linear(
         layer.v_kind, layer.v_at, n_blocks, first * units, n * units,
-        normed, stride, step.n_rows, values, n * head_bytes, 0,
+        normed, stride, step.n_rows, values, n * head_bytes, np.int64(0),
     )  # fmt: skip
     for row in range(step.n_rows):
         slot = load_int32(step.positions_at + 4 * row) % KV_BLOCK
         for head in range(n):
-            tile = _kv_tile(model, workspace, step, layer_index, row, first + head, 1) + slot * head_bytes
+            tile = _kv_tile(model, workspace, step, layer_index, row, first + head, np.int64(1)) + slot * head_bytes
             value = values + (row * n + head) * head_bytes
             for d in range(model.head_dim):
                 store_float(tile + d * FLOAT_BYTES, load_float(value + d * FLOAT_BYTES))
 
 
-@kernel
-def _heads(
-    model: Any, workspace: Any, step: Any, layer: Any, layer_index: int, normed: int, first: int, end: int, scratch: int
-) -> None:
-    """Heads [first, end) of the sequence q heads, k heads, v heads."""
-    n_q, n_kv = model.n_heads, model.n_kv_heads
-    if first < min(end, n_q):
-        _query_heads(model, workspace, step, layer, normed, first, min(end, n_q) - first)
-    begin, stop = max(first - n_q, 0), min(end - n_q, n_kv)
-    if begin < stop:
-        _key_heads(model, workspace, step, layer, layer_index, normed, begin, stop - begin, scratch)
-    begin, stop = max(first - n_q - n_kv, 0), min(end - n_q - n_kv, n_kv)
-    if begin < stop:
-        _value_heads(model, workspace, step, layer, layer_index, normed, begin, stop - begin, scratch)
-
-
-@kernel
+@glue
 def _project_heads(
-    model: Any, workspace: Any, step: Any, layer: Any, layer_index: int, normed: int, scratch: int, thread: int, n: int
-) -> None:
-    n_heads = model.n_heads + 2 * model.n_kv_heads
-    if step.n_rows == 1:
-        first, end = _share(n_heads, thread, n)
-        _heads(model, workspace, step, layer, layer_index, normed, first, end, scratch)
-        return
-    head = _next_unit(workspace, layer_index * PHASES_PER_LAYER)
-    while head < n_heads:
-        _heads(model, workspace, step, layer, layer_index, normed, head, head + 1, scratch)
-        head = _next_unit(workspace, layer_index * PHASES_PER_LAYER)
-
-
-@kernel
-def _attention(model: Any, workspace: Any, step: Any, layer_index: int, scratch: int) -> None:
-    """Tiles from the last to the first: the later a tile, the more keys it has, and long work should start early."""
-    n_items = step.n_tiles * model.n_kv_heads
-    item = _next_unit(workspace, layer_index * PHASES_PER_LAYER + 1)
-    while item < n_items:
-        tile = step.n_tiles - 1 - item // model.n_kv_heads
-        attend(model, workspace, step, layer_index, tile, item % model.n_kv_heads, scratch)
-        item = _next_unit(workspace, layer_index * PHASES_PER_LAYER + 1)
-
-
-@kernel
-def _add_to_hidden(
     model: Any,
     workspace: Any,
     step: Any,
-    kind: int,
-    weights: int,
-    x: int,
-    n_inputs: int,
+    layer: Any,
+    layer_index: int,
+    normed: int,
+    scratch: int,
     phase: int,
-    thread: int,
-    n: int,
+    n_threads: int,
 ) -> None:
-    """hidden += linear(x): the o and down projections."""
+    """A unit is one head, of the sequence q heads, k heads, v heads."""
+    n_q, n_kv = model.n_heads, model.n_kv_heads
+    n_units = n_q + 2 * n_kv
+    portion = _portion(n_units, step.n_rows, n_threads)
+    first = _take(workspace, phase, portion)
+    while first < n_units:
+        end = min(first + portion, n_units)
+        if first < n_q:
+            _query_heads(model, workspace, step, layer, normed, first, min(end, n_q) - first)
+        begin, stop = max(first - n_q, 0), min(end - n_q, n_kv)
+        if begin < stop:
+            _key_heads(model, workspace, step, layer, layer_index, normed, begin, stop - begin, scratch)
+        begin, stop = max(first - n_q - n_kv, 0), end - n_q - n_kv
+        if begin < stop:
+            _value_heads(model, workspace, step, layer, layer_index, normed, begin, stop - begin, scratch)
+        first = _take(workspace, phase, portion)
+
+
+@glue
+def _attention(model: Any, workspace: Any, step: Any, layer_index: int, scratch: int, phase: int) -> None:
+    """Tiles from the last to the first: the later a tile, the more keys it has, and long work should start early."""
+    n_items = step.n_tiles * model.n_kv_heads
+    item = _take(workspace, phase, np.int64(1))
+    while item < n_items:
+        tile = step.n_tiles - 1 - item // model.n_kv_heads
+        attend(model, workspace, step, layer_index, tile, item % model.n_kv_heads, scratch)
+        item = _take(workspace, phase, np.int64(1))
+
+
+@glue
+def _add_to_hidden(
+    model: Any, workspace: Any, step: Any, kind: int, weights: int, x: int, n_inputs: int, phase: int, n_threads: int
+) -> None:
+    """hidden += linear(x): the o and down projections. A unit is 32 outputs."""
     n_units = model.hidden_size // UNIT_ROWS
     row_bytes = model.hidden_size * FLOAT_BYTES
     n_blocks = n_inputs // QUANT_BLOCK
     stride = activation_stride(n_inputs)
-    if step.n_rows == 1:
-        first, end = _share(n_units, thread, n)
+    portion = _portion(n_units, step.n_rows, n_threads)
+    first = _take(workspace, phase, portion)
+    while first < n_units:
+        n = min(portion, n_units - first)
         target = workspace.hidden_at + first * UNIT_ROWS * FLOAT_BYTES
-        linear(kind, weights, n_blocks, first, end - first, x, stride, 1, target, row_bytes, 1)
-        return
-    unit = _next_unit(workspace, phase)
-    while unit < n_units:
-        target = workspace.hidden_at + unit * UNIT_ROWS * FLOAT_BYTES
-        linear(kind, weights, n_blocks, unit, 1, x, stride, step.n_rows, target, row_bytes, 1)
-        unit = _next_unit(workspace, phase)
+        linear(kind, weights, n_blocks, first, n, x, stride, step.n_rows, target, row_bytes, np.int64(1))
+        first = _take(workspace, phase, portion)
 
 
-@kernel
-def _gated_units(
-    model: Any, workspace: Any, step: Any, layer: Any, normed: int, first: int, n_units: int, scratch: int
+@glue
+def _gate_and_up(
+    model: Any, workspace: Any, step: Any, layer: Any, normed: int, scratch: int, phase: int, n_threads: int
 ) -> None:
-    """Units [first, first + n_units) of gate and up, multiplied and quantised into the rows that down reads."""
+    """silu(gate) * up, quantised into the rows that down reads. A unit is 32 outputs of both."""
+    n_units = model.ffn_size // UNIT_ROWS
     n_blocks = model.hidden_size // QUANT_BLOCK
     stride = activation_stride(model.hidden_size)
-    row_bytes = n_units * UNIT_ROWS * FLOAT_BYTES
-    gate = scratch + workspace.scratch_linear
-    up = gate + step.n_rows * row_bytes
-    linear(layer.gate_kind, layer.gate_at, n_blocks, first, n_units, normed, stride, step.n_rows, gate, row_bytes, 0)
-    linear(layer.up_kind, layer.up_at, n_blocks, first, n_units, normed, stride, step.n_rows, up, row_bytes, 0)
     gated_stride = activation_stride(model.ffn_size)
-    for row in range(step.n_rows):
-        target = workspace.gated_at + row * gated_stride
-        for unit in range(n_units):
-            offset = row * row_bytes + unit * UNIT_ROWS * FLOAT_BYTES
-            gated_quantise(gate + offset, up + offset, target, model.ffn_size // QUANT_BLOCK, first + unit)
+    portion = _portion(n_units, step.n_rows, n_threads)
+    first = _take(workspace, phase, portion)
+    while first < n_units:
+        n = min(portion, n_units - first)
+        row_bytes = n * UNIT_ROWS * FLOAT_BYTES
+        gate = scratch + workspace.scratch_linear
+        up = gate + step.n_rows * row_bytes
+        for which in range(2):
+            kind, weights, target = layer.gate_kind, layer.gate_at, gate
+            if which == 1:
+                kind, weights, target = layer.up_kind, layer.up_at, up
+            linear(kind, weights, n_blocks, first, n, normed, stride, step.n_rows, target, row_bytes, np.int64(0))
+        for row in range(step.n_rows):
+            target = workspace.gated_at + row * gated_stride
+            for unit in range(n):
+                offset = row * row_bytes + unit * UNIT_ROWS * FLOAT_BYTES
+                gated_quantise(gate + offset, up + offset, target, n_units, first + unit)
+        first = _take(workspace, phase, portion)
 
 
-@kernel
-def _gate_and_up(
-    model: Any, workspace: Any, step: Any, layer: Any, normed: int, scratch: int, phase: int, thread: int, n: int
-) -> None:
-    n_units = model.ffn_size // UNIT_ROWS
-    if step.n_rows == 1:
-        first, end = _share(n_units, thread, n)
-        _gated_units(model, workspace, step, layer, normed, first, end - first, scratch)
-        return
-    unit = _next_unit(workspace, phase)
-    while unit < n_units:
-        _gated_units(model, workspace, step, layer, normed, unit, 1, scratch)
-        unit = _next_unit(workspace, phase)
-
-
-@kernel
-def _logits(model: Any, workspace: Any, step: Any, normed: int, thread: int, n_threads: int) -> None:
+@glue
+def _logits(model: Any, workspace: Any, step: Any, normed: int, phase: int, n_threads: int) -> None:
+    """A unit is 32 tokens of the vocabulary; logit rows are as wide as all units."""
     n_units = (model.vocab_size + UNIT_ROWS - 1) // UNIT_ROWS
     n_blocks = model.hidden_size // QUANT_BLOCK
     stride = activation_stride(model.hidden_size)
     row_bytes = n_units * UNIT_ROWS * FLOAT_BYTES
-    phase = model.n_layers * PHASES_PER_LAYER
-    if step.n_logit_rows == 1:
-        first, end = _share(n_units, thread, n_threads)
+    portion = _portion(n_units, step.n_logit_rows, n_threads)
+    first = _take(workspace, phase, portion)
+    while first < n_units:
+        n = min(portion, n_units - first)
         target = step.logits_at + first * UNIT_ROWS * FLOAT_BYTES
-        linear(model.head_kind, model.head_at, n_blocks, first, end - first, normed, stride, 1, target, row_bytes, 0)
-        return
-    unit = _next_unit(workspace, phase)
-    while unit < n_units:
-        target = step.logits_at + unit * UNIT_ROWS * FLOAT_BYTES
         linear(
-            model.head_kind, model.head_at, n_blocks, unit, 1, normed, stride, step.n_logit_rows, target, row_bytes, 0
-        )
-        unit = _next_unit(workspace, phase)
+            model.head_kind, model.head_at, n_blocks, first, n,
+            normed, stride, step.n_logit_rows, target, row_bytes, np.int64(0),
+        )  # fmt: skip
+        first = _take(workspace, phase, portion)
 
 
-@kernel
+@glue
 def forward(models: Any, layers: Any, workspaces: Any, steps: Any, thread: int, n_threads: int) -> None:
     """Run one step (records.py). All threads of the step must call it; each returns when the step is done."""
     model, workspace, step = models[0], workspaces[0], steps[0]
@@ -295,47 +275,48 @@ def forward(models: Any, layers: Any, workspaces: Any, steps: Any, thread: int, 
     scratch = workspace.scratch_at + thread * workspace.scratch_stride
     _embed(model, workspace, step, thread, n_threads)
     barrier(control, n_threads)
+    attended_size = model.n_heads * model.head_dim
     for index in range(model.n_layers):
         layer = layers[index]
         phase = index * PHASES_PER_LAYER
         normed = _norm(model, workspace, 0, step.n_rows, layer.attention_norm_at, scratch, thread, n_threads)
-        _project_heads(model, workspace, step, layer, index, normed, scratch, thread, n_threads)
+        _project_heads(model, workspace, step, layer, index, normed, scratch, phase, n_threads)
         barrier(control, n_threads)
-        _attention(model, workspace, step, index, scratch)
+        _attention(model, workspace, step, index, scratch, phase + 1)
         barrier(control, n_threads)
-        attended_size = model.n_heads * model.head_dim
-        _add_to_hidden(
-            model, workspace, step, layer.o_kind, layer.o_at, workspace.attended_at, attended_size, phase + 2,
-            thread, n_threads,
-        )  # fmt: skip
+        attended = workspace.attended_at
+        _add_to_hidden(model, workspace, step, layer.o_kind, layer.o_at, attended, attended_size, phase + 2, n_threads)
         barrier(control, n_threads)
         normed = _norm(model, workspace, 0, step.n_rows, layer.ffn_norm_at, scratch, thread, n_threads)
-        _gate_and_up(model, workspace, step, layer, normed, scratch, phase + 3, thread, n_threads)
+        _gate_and_up(model, workspace, step, layer, normed, scratch, phase + 3, n_threads)
         barrier(control, n_threads)
+        gated = workspace.gated_at
         _add_to_hidden(
-            model, workspace, step, layer.down_kind, layer.down_at, workspace.gated_at, model.ffn_size, phase + 4,
-            thread, n_threads,
-        )  # fmt: skip
+            model, workspace, step, layer.down_kind, layer.down_at, gated, model.ffn_size, phase + 4, n_threads
+        )
         barrier(control, n_threads)
-    normed = _norm(
-        model, workspace, step.logit_rows_at, step.n_logit_rows, model.output_norm_at, scratch, thread, n_threads
-    )
     if step.n_logit_rows > 0:
-        _logits(model, workspace, step, normed, thread, n_threads)
+        rows_at = step.logit_rows_at
+        normed = _norm(model, workspace, rows_at, step.n_logit_rows, model.output_norm_at, scratch, thread, n_threads)
+        _logits(model, workspace, step, normed, model.n_layers * PHASES_PER_LAYER, n_threads)
+    # Thread 0 rewrites the records for the next step as soon as it is through here: none may be read behind it.
     barrier(control, n_threads)
 
 
 @kernel
-def serve_steps(models: Any, layers: Any, workspaces: Any, steps: Any, thread: int, n_threads: int, seen: int) -> int:
-    """Run every step announced after step number ``seen`` until none comes for a while; returns the last one's number.
+def run_steps(models: Any, layers: Any, workspaces: Any, steps: Any, thread: int, n_threads: int, seen: int) -> int:
+    """Thread 0 runs the current step. The others run every step announced after step number ``seen`` until none comes
+    for a while. Returns the number of the last step run.
 
     A worker thread lives in here while the engine is busy, so that it needs the interpreter's lock neither to start nor
     to end a step.
     """
     control = workspaces[0].control_at
-    while await_step(control, seen):
+    while thread == 0 or await_step(control, seen):
         seen += 1
         if steps[0].n_rows == 0:  # the step that says: stop
             break
         forward(models, layers, workspaces, steps, thread, n_threads)
+        if thread == 0:
+            break
     return seen

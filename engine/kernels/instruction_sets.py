@@ -39,7 +39,7 @@ class DotProduct(Protocol):
 
 
 class Vnni:
-    """x86 vpdpbusd (unsigned x signed bytes, four products added to an int32). 16 rows with AVX-512, 8 with AVX-VNNI."""
+    """x86 vpdpbusd (unsigned x signed bytes, four products added to an int32): 16 rows, or 8 without AVX-512."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -167,8 +167,8 @@ class GenericDot:
 class InstructionSet:
     """One way to emit the kernels.
 
-    ``group_rows``: weight rows per group, one per lane. ``float_lanes``: lanes of a float32 register. ``pin_class``: the
-    inline-asm register class for pinning integer accumulators, or None where LLVM's own schedule does not spill.
+    ``group_rows``: weight rows per group, one per lane. ``float_lanes``: lanes of a float32 register. ``pin_class``:
+    the inline-asm register class for pinning integer accumulators, or None where LLVM's own schedule does not spill.
     """
 
     name: str
@@ -182,7 +182,7 @@ class InstructionSet:
 
 
 INSTRUCTION_SETS: Final = {
-    "avx512vnni": InstructionSet("avx512vnni", Vnni(16), 16, 16, None, 8, 1, 12),
+    "avx512vnni": InstructionSet("avx512vnni", Vnni(16), 16, 16, None, 6, 2, 12),
     "avxvnni": InstructionSet("avxvnni", Vnni(8), 8, 8, None, 4, 2, 3),
     "avx2": InstructionSet("avx2", Avx2(), 8, 8, "x", 4, 2, 3),
     "neon-dotprod": InstructionSet("neon-dotprod", NeonDot(), 8, 4, None, 4, 2, 3),
@@ -205,7 +205,7 @@ def choose_instruction_set(machine: str, features: set[str]) -> str:
 
 def host_instruction_set() -> InstructionSet:
     """The path for this machine, or the one that the environment variable KVFERRY_KERNEL_PATH names."""
-    from llvmlite import binding  # noqa: PLC0415 - only needed here, once
+    from llvmlite import binding
 
     asked = os.environ.get(KERNEL_PATH_VARIABLE)
     if asked is None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from numba import types
-from numba.extending import intrinsic
+from numba import extending, types
 
 from kvferry.engine.kernels import attention_ir, linear_ir, sync_ir, vector_ir
 from kvferry.engine.kernels.instruction_sets import host_instruction_set
 from kvferry.engine.kernels.ir_tools import F16, F32, POINTER, Builder, Value, load, store
 
 ISA: Final = host_instruction_set()
+
+# A decorated function is called without its first parameter, which numba's own annotation does not know.
+intrinsic: Final[Any] = extending.intrinsic
 
 _INT: Final = types.int64
 _FLOAT: Final = types.float32
@@ -32,11 +34,11 @@ def _emit(result: Any, arguments: list[Any], build: Callable[..., Value | None])
     return result(*arguments), generate
 
 
-def make_linear_tile(kind: int, n_tokens: int, n_groups: int) -> Any:
+def make_linear_tile(kind: int, n_tokens: int, n_groups: int, prefetch_bytes: int = 0) -> Any:
     """The linear tile of linear_ir.py for one shape."""
-    shape = linear_ir.LinearTile(kind, n_tokens, n_groups)
+    shape = linear_ir.LinearTile(kind, n_tokens, n_groups, prefetch_bytes)
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def linear_tile(
         _context: Any,
         weights: Any,
@@ -58,7 +60,7 @@ def make_linear_tile(kind: int, n_tokens: int, n_groups: int) -> Any:
 
 
 def make_scores(n_rows: int) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def scores_tile(_context: Any, q: Any, head_dim: Any, k_tile: Any, scores: Any) -> Any:
         def build(builder: Builder, *values: Value) -> None:
             attention_ir.build_scores(builder, ISA, n_rows, *values)
@@ -69,7 +71,7 @@ def make_scores(n_rows: int) -> Any:
 
 
 def make_weighted_values(n_rows: int) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def values_tile(
         _context: Any, weights: Any, n_valid: Any, v_tile: Any, head_dim: Any, rescale: Any, output: Any
     ) -> Any:
@@ -81,82 +83,82 @@ def make_weighted_values(n_rows: int) -> Any:
     return values_tile
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def softmax_step(_context: Any, n_valid: Any, scores: Any, maximum: Any, rescale: Any, sums: Any) -> Any:
     return _emit(_NOTHING, [_INT] * 5, attention_ir.build_softmax_step)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def attention_output(
     _context: Any, output: Any, head_blocks: Any, sums: Any, row: Any, n_blocks: Any, first_block: Any
 ) -> Any:
     return _emit(_NOTHING, [_INT] * 6, attention_ir.build_attention_output)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def norm_quantise(_context: Any, x: Any, weight: Any, n_blocks: Any, epsilon: Any, row: Any) -> Any:
     return _emit(_NOTHING, [_INT, _INT, _INT, _FLOAT, _INT], vector_ir.build_norm_quantise)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def gated_quantise(_context: Any, gate: Any, up: Any, row: Any, n_blocks: Any, block: Any) -> Any:
     return _emit(_NOTHING, [_INT] * 5, vector_ir.build_gated_quantise)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def rope(_context: Any, x: Any, table: Any, half: Any, scale: Any, out: Any) -> Any:
     return _emit(_NOTHING, [_INT, _INT, _INT, _FLOAT, _INT], vector_ir.build_rope)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_float(_context: Any, address: Any) -> Any:
     return _emit(_FLOAT, [_INT], lambda b, address: load(b, F32, b.inttoptr(address, POINTER)))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_float(_context: Any, address: Any, value: Any) -> Any:
     return _emit(_NOTHING, [_INT, _FLOAT], lambda b, address, value: store(b, value, b.inttoptr(address, POINTER)))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_half(_context: Any, address: Any) -> Any:
     """A float16 from memory, widened (which is exact)."""
     return _emit(_FLOAT, [_INT], lambda b, address: b.fpext(load(b, F16, b.inttoptr(address, POINTER), 2), F32))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_int(_context: Any, address: Any) -> Any:
     return _emit(_INT, [_INT], sync_ir.build_load)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_int32(_context: Any, address: Any) -> Any:
     return _emit(_INT, [_INT], sync_ir.build_load_int32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_byte(_context: Any, address: Any) -> Any:
     """A byte as an unsigned number."""
     return _emit(_INT, [_INT], sync_ir.build_load_byte)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_load(_context: Any, address: Any) -> Any:
     return _emit(_INT, [_INT], sync_ir.build_atomic_load)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_add(_context: Any, address: Any, amount: Any) -> Any:
     """Add and return what was there before."""
     return _emit(_INT, [_INT, _INT], sync_ir.build_atomic_add)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_exchange(_context: Any, address: Any, value: Any) -> Any:
     """Store and return what was there before."""
     return _emit(_INT, [_INT, _INT], sync_ir.build_atomic_exchange)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def spin_hint(_context: Any) -> Any:
     return _emit(_NOTHING, [], sync_ir.build_spin_hint)

@@ -98,6 +98,12 @@ def load_splat(builder: Builder, pointer: Value, lanes: int) -> Value:
     return splat(builder, load(builder, F32, pointer), lanes)
 
 
+def prefetch(builder: Builder, pointer: Value) -> None:
+    """Ask for the cache line at the pointer, to be read soon. Any address is allowed."""
+    to_read, keep, data = (int_constant(value, I32) for value in (0, 3, 1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, keep, data)
+
+
 def variable(builder: Builder, kind: Type, initial: Value, name: str = "") -> Value:
     """A local variable; LLVM turns it into a register. Created in the entry block, set here."""
     with builder.goto_entry_block():

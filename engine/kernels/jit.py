@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import numba
 
-from kvferry.engine.kernels import compile_cache
+from kvferry.engine.kernels.compile_cache import numba_caching_here
 
-compile_cache.use()
 
-# error_model "numpy": an integer division checks nothing. Numba's default for fastmath is off, and LLVM fuses nothing
-# that was not asked for by name: the bit contract rests on both.
-kernel: Final[Any] = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile on first call. A literal argument would get a compilation of its own: wrap it in np.int64 at the call.
+
+    Numba's default is no fast-math, and LLVM fuses nothing that was not asked for by name: the bit contract rests on
+    both. ``error_model="numpy"`` makes integer division check nothing.
+    """
+    with numba_caching_here():
+        return numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function)
+
+
+def glue(function: Callable[..., Any]) -> Any:
+    """Jitted code that becomes part of its caller before compilation.
+
+    Numba optimises everything a function calls again for that function, so each level of calls costs compile time.
+    """
+    return numba.njit(inline="always")(function)

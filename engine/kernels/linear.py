@@ -9,6 +9,7 @@ import numpy as np
 from kvferry.engine.kernels.intrinsics import ISA, load_byte, load_half, make_linear_tile, store_float
 from kvferry.engine.kernels.jit import kernel
 from kvferry.engine.kernels.layout import (
+    CACHE_LINE,
     FLOAT_BYTES,
     QUANT_BLOCK,
     WEIGHTS_Q4,
@@ -26,15 +27,16 @@ _Q8_BLOCK: Final = weight_block_bytes(WEIGHTS_Q8, GROUP_ROWS)
 _MANY: Final = ISA.linear_tokens
 _SIDE: Final = ISA.linear_groups  # weight groups side by side in a tile; divides UNIT_GROUPS
 _FAR: Final = 4  # weight streams of a single row's product
+_AHEAD: Final = 10 * CACHE_LINE  # and how far ahead each is asked for
 
 _q4_many: Final = make_linear_tile(WEIGHTS_Q4, _MANY, _SIDE)
 _q4_two: Final = make_linear_tile(WEIGHTS_Q4, 2, _SIDE)
 _q4_one: Final = make_linear_tile(WEIGHTS_Q4, 1, _SIDE)
-_q4_far: Final = make_linear_tile(WEIGHTS_Q4, 1, _FAR)
+_q4_far: Final = make_linear_tile(WEIGHTS_Q4, 1, _FAR, _AHEAD)
 _q8_many: Final = make_linear_tile(WEIGHTS_Q8, _MANY, _SIDE)
 _q8_two: Final = make_linear_tile(WEIGHTS_Q8, 2, _SIDE)
 _q8_one: Final = make_linear_tile(WEIGHTS_Q8, 1, _SIDE)
-_q8_far: Final = make_linear_tile(WEIGHTS_Q8, 1, _FAR)
+_q8_far: Final = make_linear_tile(WEIGHTS_Q8, 1, _FAR, _AHEAD)
 
 
 @kernel
@@ -105,7 +107,7 @@ def _one_row(kind: int, w: int, n_blocks: int, n_groups: int, x: int, y: int, ac
         else:
             _q8_far(w + group * stride, far * stride, n_blocks, x, 0, y + group * side, 0, far * side, accumulate)
     for group in range(far * _FAR, n_groups, _SIDE):
-        _near_tile(kind, 1, w + group * stride, n_blocks, x, 0, y + group * side, 0, accumulate)
+        _near_tile(kind, np.int64(1), w + group * stride, n_blocks, x, stride, y + group * side, stride, accumulate)
 
 
 @kernel

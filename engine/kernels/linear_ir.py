@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from kvferry.engine.kernels import ir_tools as t
 from kvferry.engine.kernels.instruction_sets import InstructionSet
 from kvferry.engine.kernels.ir_tools import Builder, Value
-from kvferry.engine.kernels.layout import QUANT_BLOCK, WEIGHTS_Q4, weight_block_bytes
+from kvferry.engine.kernels.layout import CACHE_LINE, QUANT_BLOCK, WEIGHTS_Q4, weight_block_bytes
 
 _K_GROUPS = QUANT_BLOCK // 4  # a dot instruction takes 4 consecutive k at a time
 
 
 @dataclass(frozen=True)
 class LinearTile:
-    """What is fixed when a tile is compiled: weight kind, tokens T and weight groups G side by side."""
+    """What is fixed when a tile is compiled: weight kind, tokens T, weight groups G side by side, and how far ahead of
+    the weights being read memory is asked for more (bytes, a multiple of a cache line; 0: not at all)."""
 
     kind: int
     n_tokens: int
     n_groups: int
+    prefetch_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,10 @@ def build_linear_tile(builder: Builder, isa: InstructionSet, tile: LinearTile, o
         scales = [t.at(builder, address, scale_offset) for address in token_addresses]
         sum_offset = builder.add(offsets_at, t.scaled(builder, block, 4))
         sum_offsets = [t.at(builder, address, sum_offset) for address in token_addresses]
+        if tile.prefetch_bytes:
+            for group in weights:
+                for line in range(0, block_bytes, CACHE_LINE):
+                    t.prefetch(builder, t.beyond(builder, group, tile.prefetch_bytes + line))
         dots = _block_dots(builder, isa, tile, weights, values, sum_offsets)
         for g in groups:
             parameters = (QUANT_BLOCK // 2 if tile.kind == WEIGHTS_Q4 else QUANT_BLOCK) * lanes

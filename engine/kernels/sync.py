@@ -6,8 +6,9 @@ process holds the core that the last thread needs, spinning would keep it from e
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 from numba import types
 
 from kvferry.engine.kernels.intrinsics import atomic_add, atomic_exchange, atomic_load, spin_hint
@@ -25,8 +26,8 @@ _YIELDS: Final = 50
 _SLEEP_MICROSECONDS: Final = 50
 IDLE_SLEEPS: Final = 40  # a worker without a step for some milliseconds goes to sleep for good
 
-_sched_yield: Final = types.ExternalFunction("sched_yield", types.int32())
-_usleep: Final = types.ExternalFunction("usleep", types.int32(types.uint32))
+_sched_yield: Final[Any] = types.ExternalFunction("sched_yield", types.int32())
+_usleep: Final[Any] = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 @kernel
@@ -50,7 +51,7 @@ def barrier(control: int, n_threads: int) -> None:
         atomic_exchange(control + BARRIER_ARRIVED, 0)
         atomic_add(control + BARRIER_GENERATION, 1)
         return
-    attempt = 0
+    attempt = np.int64(0)
     while atomic_load(control + BARRIER_GENERATION) == generation:
         pause(attempt)
         attempt += 1
@@ -65,7 +66,7 @@ def announce_step(control: int) -> None:
 @kernel
 def await_step(control: int, generation: int) -> bool:
     """Wait for a step after ``generation``; False when none came for some milliseconds."""
-    attempt = 0
+    attempt = np.int64(0)
     while atomic_load(control + STEP_GENERATION) == generation:
         if attempt > _SPINS + _YIELDS + IDLE_SLEEPS:
             return False

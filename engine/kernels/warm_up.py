@@ -1,0 +1,36 @@
+"""Compile all kernels and publish them: ``python -m kvferry.engine.kernels.warm_up``.
+
+compile_cache.py runs this in a child process, so that a compiler that crashes takes nothing else down.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numba
+import numpy as np
+from numba import types
+
+from kvferry.engine.kernels import forward, packing, records, sync
+from kvferry.engine.kernels.compile_cache import compile_cache
+
+_INT: Final = types.int64
+
+
+def compile_all() -> None:
+    """Compile, or load from the cache, every function that Python code calls."""
+    typeof: Any = numba.typeof
+    record_types = [typeof(np.zeros(1, r)) for r in (records.MODEL, records.LAYER, records.WORKSPACE, records.STEP)]
+    forward.run_steps.compile((*record_types, _INT, _INT, _INT))
+    sync.announce_step.compile((_INT,))
+    source = types.Array(types.uint8, 2, "C", readonly=True)
+    rows = types.Array(types.int64, 1, "C")
+    packed = types.Array(types.uint8, 3, "C")
+    packing.pack_q4_1.compile((source, rows, packed))
+    packing.pack_q8_0.compile((source, rows, packed))
+    packing.pack_q4_0.compile((source, types.Array(types.uint8, 2, "C"), rows, packed))
+
+
+if __name__ == "__main__":
+    compile_all()
+    compile_cache().publish()
