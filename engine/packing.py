@@ -168,7 +168,7 @@ def half_split_rows(n_rows: int, head_dim: int) -> NDArray[np.int64]:
 
 
 def pack_tensor(tensor: GgufTensor, rows: NDArray[np.int64], packed: NDArray[np.uint8]) -> None:
-    """Fill ``packed`` [n_groups, n_blocks, block bytes] from a q4_0, q4_1 or q8_0 tensor; row r is source ``rows[r]``."""
+    """Fill ``packed`` [n_groups, n_blocks, block bytes] from a q4_0, q4_1 or q8_0 tensor; row r is its ``rows[r]``."""
     source = np.asarray(tensor.data)
     if tensor.kind == "q4_1":
         pack_q4_1(source, rows, packed)
