@@ -68,6 +68,7 @@ class RunningNode:
     address: str
     log_path: Path
     channel: grpc.Channel
+    generation: int = 0  # of the coordinator we claim to be
 
     @property
     def stub(self) -> worker_pb2_grpc.WorkerServiceStub:
@@ -83,7 +84,13 @@ class RunningNode:
         self, tokens: Sequence[int], *, session: str = "s", epoch: int | None = None, **request: object
     ) -> grpc.CallIterator[worker_pb2.RunTurnResponse]:
         """Begin a turn; each gets an epoch higher than all before, unless told otherwise."""
-        fields = {"n_prompt_tokens": len(tokens), "max_tokens": 16, "turn_id": "t", "end_token_ids": [2]} | request
+        fields = {
+            "n_prompt_tokens": len(tokens),
+            "max_tokens": 16,
+            "turn_id": "t",
+            "end_token_ids": [2],
+            "coordinator_generation": self.generation,
+        } | request
         message = worker_pb2.RunTurnRequest(
             session_id=session,
             token_ids=tokens,

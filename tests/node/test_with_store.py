@@ -30,22 +30,16 @@ def snapshots(store: Path) -> list[Path]:
     return sorted(store.glob("*/kv_*.kv"))
 
 
-def control_tokens(node: RunningNode, tokens: list[int], **request: object) -> list[int]:
-    """What comes without any reuse: computed from the first row by a run that shares nothing."""
-    for resident in node.status().resident:
-        node.stub.DropSession(worker_pb2.DropSessionRequest(session_id=resident.session_id), timeout=10)
-    answer = node.run_turn(tokens, session="control", **request)
-    assert answer.sources == (0, 0, len(tokens))
-    return answer.tokens
-
-
 @pytest.fixture
-def control(tmp_path: Path, smollm2_path: Path) -> Callable[..., list[int]]:
-    """Tokens of an undisturbed node without a store."""
+def control(node: RunningNode) -> Callable[..., list[int]]:
+    """Tokens from a node without a store, every row computed by a run that shares nothing."""
 
     def tokens_of(tokens: list[int], **request: object) -> list[int]:
-        with running_node(tmp_path / "control", smollm2_path) as node:
-            return control_tokens(node, tokens, **request)
+        for resident in node.status().resident:
+            node.stub.DropSession(worker_pb2.DropSessionRequest(session_id=resident.session_id), timeout=10)
+        answer = node.run_turn(tokens, session="control", **request)
+        assert answer.sources == (0, 0, len(tokens))
+        return answer.tokens
 
     return tokens_of
 
@@ -119,7 +113,7 @@ def test_a_long_answer_is_saved_on_the_way(tmp_path: Path, smollm2_path: Path, p
 def damage_in_ids(path: Path) -> None:
     """Another token id than the name says."""
     data = bytearray(path.read_bytes())
-    data[64 + 4 * 20] ^= 1
+    data[64 + 4 * 80] ^= 1
     path.write_bytes(data)
 
 
@@ -139,7 +133,12 @@ def damage_in_header(path: Path) -> None:
 @pytest.mark.parametrize("damage", [damage_in_ids, damage_at_end, damage_in_header])
 @pytest.mark.parametrize("when", ["before the start", "while it runs"])
 def test_a_damaged_snapshot_is_refused_told_and_recomputed(
-    tmp_path: Path, smollm2_path: Path, prompts: Prompts, damage: Callable[[Path], None], when: str
+    tmp_path: Path,
+    smollm2_path: Path,
+    prompts: Prompts,
+    control: Callable[..., list[int]],
+    damage: Callable[[Path], None],
+    when: str,
 ) -> None:
     store, prompt = tmp_path / "store", prompts["multi"]
     with running_node(tmp_path / "a", smollm2_path, "--store", str(store)) as node:
@@ -148,19 +147,12 @@ def test_a_damaged_snapshot_is_refused_told_and_recomputed(
         (path,) = snapshots(store)
         assert path.name == vlkv.file_name(vlkv.fnv1a(_ids(prompt + whole.tokens[:3])))
         following = [*prompt, *whole.tokens, 7, 7]
-        expected = control_tokens(node, following, max_tokens=4, end_token_ids=[])
-        for published in snapshots(store):
-            if published != path:
-                published.unlink()
+        expected = control(following, max_tokens=4, end_token_ids=[])
+        damage(path)
         if when == "while it runs":
-            damage(path)
-            node.stub.DropSession(worker_pb2.DropSessionRequest(session_id="control"), timeout=10)
+            node.stub.DropSession(worker_pb2.DropSessionRequest(session_id="s"), timeout=10)
             _check_recomputed(node, following, expected, path.name)
     if when == "before the start":
-        for published in snapshots(store):
-            if published != path:
-                published.unlink()
-        damage(path)
         with running_node(tmp_path / "b", smollm2_path, "--store", str(store)) as node:
             _check_recomputed(node, following, expected, path.name)
 

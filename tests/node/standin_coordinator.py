@@ -1,0 +1,73 @@
+"""A FleetService that stands in for the coordinator: real gRPC, no routing, and switches to misbehave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent import futures
+from typing import Any
+
+import grpc
+
+from kvferry.proto.channel import server_options
+from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
+
+
+class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
+    """Records what nodes say. `silent` lets heartbeats time out; `forget` asks a node to register again."""
+
+    def __init__(self, lease_seconds: float = 1.0, generation: int = 1, port: int = 0) -> None:
+        self.lease_seconds = lease_seconds
+        self.generation = generation
+        self.silent = False
+        self.forget = False
+        self.registered: list[fleet_pb2.RegisterRequest] = []
+        self.heartbeats: list[fleet_pb2.HeartbeatRequest] = []
+        self.deregistered: list[fleet_pb2.DeregisterRequest] = []
+        self._changed = threading.Condition()
+        self._server = grpc.server(futures.ThreadPoolExecutor(8), options=server_options())
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self._server.start()
+
+    @property
+    def address(self) -> str:
+        """For --coordinator."""
+        return f"127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        """End at once."""
+        self._server.stop(None).wait()
+
+    def wait_for(self, condition: str, seconds: float = 20.0) -> None:
+        """Until an expression over registered, heartbeats and deregistered holds."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: eval(condition, vars(self)), seconds), condition  # noqa: S307
+
+    def Register(self, request: fleet_pb2.RegisterRequest, context: Any) -> fleet_pb2.RegisterResponse:  # noqa: N802 - the wire
+        """Let everybody in."""
+        self._note(self.registered, request)
+        self.forget = False
+        return fleet_pb2.RegisterResponse(
+            coordinator_generation=self.generation,
+            lease_seconds=self.lease_seconds,
+            heartbeat_seconds=self.lease_seconds / 5,
+        )
+
+    def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Any) -> fleet_pb2.HeartbeatResponse:  # noqa: N802 - the wire
+        """Renew, unless told otherwise."""
+        if self.silent:
+            time.sleep(self.lease_seconds)
+            context.abort(grpc.StatusCode.UNAVAILABLE, "silent")
+        self._note(self.heartbeats, request)
+        return fleet_pb2.HeartbeatResponse(coordinator_generation=self.generation, register_again=self.forget)
+
+    def Deregister(self, request: fleet_pb2.DeregisterRequest, context: Any) -> fleet_pb2.DeregisterResponse:  # noqa: N802 - the wire
+        """Good-bye."""
+        self._note(self.deregistered, request)
+        return fleet_pb2.DeregisterResponse()
+
+    def _note(self, requests: list[Any], request: Any) -> None:
+        with self._changed:
+            requests.append(request)
+            self._changed.notify_all()

@@ -1,0 +1,145 @@
+"""Starting, telling so, and ending."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvferry.node.cli import node as node_group
+from kvferry.node.errors import NodeUnreachable
+from kvferry.proto.v1 import worker_pb2
+
+from .running_node import Answer, RunningNode, error_of, node_command, running_node
+
+Prompts = dict[str, list[int]]
+SERVICE = "kvferry.v1.WorkerService"
+
+
+def test_health_and_reflection_are_the_standard_ones(node: RunningNode) -> None:
+    health = health_pb2_grpc.HealthStub(node.channel)
+    for name in ("", SERVICE):
+        assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status == 1
+    reflection = reflection_pb2_grpc.ServerReflectionStub(node.channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    (answer,) = reflection.ServerReflectionInfo(iter([request]), timeout=5)
+    assert SERVICE in {service.name for service in answer.list_services_response.service}
+
+
+def test_it_says_not_serving_once_it_drains(tmp_path: Path, smollm2_path: Path) -> None:
+    with running_node(tmp_path / "n", smollm2_path) as node:
+        node.stub.Drain(worker_pb2.DrainRequest(), timeout=10)
+        health = health_pb2_grpc.HealthStub(node.channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        again = node.stub.Drain(worker_pb2.DrainRequest(), timeout=10)
+        assert again.n_turns_moved == 0
+
+
+def test_while_it_loads_it_listens_and_says_so(tmp_path: Path, smollm2_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ("--listen", f"127.0.0.1:{port}")
+    with (
+        running_node(tmp_path / "n", smollm2_path, *flags, wait=False) as node,
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        grpc.channel_ready_future(channel).result(20)
+        health = health_pb2_grpc.HealthStub(channel)
+        seen = [health.Check(health_pb2.HealthCheckRequest(), timeout=5).status]
+        started = RunningNode(node.process, "", node.log_path, channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            started.run_turn([1])
+        assert error_of(caught.value)[:2] == ("UNAVAILABLE", "starting")
+        while seen[-1] != health_pb2.HealthCheckResponse.SERVING:
+            seen.append(health.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
+        assert seen[0] == health_pb2.HealthCheckResponse.NOT_SERVING
+        started.run_turn([1], max_tokens=1)
+
+
+def test_the_ready_file_says_where_it_serves(tmp_path: Path, smollm2_path: Path) -> None:
+    with running_node(tmp_path / "n", smollm2_path) as node:
+        ready = json.loads((tmp_path / "n" / "ready.json").read_text())
+        assert ready == {"address": node.address, "pid": node.process.pid, "node_id": "n"}
+
+
+def test_a_port_in_use_is_one_sentence(node: RunningNode, smollm2_path: Path) -> None:
+    command = node_command(smollm2_path, "--listen", node.address)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert node.address in line
+    assert "in use" in line
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    done = subprocess.run(node_command(tmp_path / "none.gguf"), capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 3
+    assert "error: there is no model" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_is_cut_in_half_is_one_sentence(tmp_path: Path, smollm2_path: Path) -> None:
+    half = tmp_path / "half.gguf"
+    half.write_bytes(smollm2_path.read_bytes()[:40_000_000])
+    done = subprocess.run(node_command(half), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 4
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sigterm_saves_and_ends_and_moves_the_turns(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
+    store = tmp_path / "store"
+    with running_node(tmp_path / "n", smollm2_path, "--store", str(store), "--context", "2048") as node:
+        call = node.start_turn(prompts["chat_en"], max_tokens=1900, end_token_ids=[])
+        answer = Answer()
+        answer.take(next(call))
+        node.process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.RpcError) as caught:
+            answer.take_all(call)
+        assert error_of(caught.value)[:2] == ("UNAVAILABLE", "draining")
+        assert node.process.wait(20) == 0
+        assert "Traceback" not in node.log
+    assert len(list(store.glob("*/kv_*.kv"))) == 1
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path, smollm2_path: Path) -> None:
+    with running_node(tmp_path / "n", smollm2_path, wait=False) as node:
+        while node.process.poll() is None:
+            node.process.send_signal(signal.SIGTERM)
+            try:
+                node.process.wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+        assert node.process.returncode in {0, -signal.SIGTERM, 128 + signal.SIGTERM}
+
+
+def test_no_token_and_no_text_is_logged(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
+    with running_node(tmp_path / "n", smollm2_path, "--log-level", "debug") as node:
+        canary = [31415, 27182, 31415, 27182]
+        node.run_turn([*prompts["chat_en"], *canary], max_tokens=4)
+        assert node.stop() == 0
+        assert "31415" not in node.log
+        assert "27182" not in node.log
+
+
+def test_status_shows_a_node_to_a_person(node: RunningNode) -> None:
+    result = CliRunner().invoke(node_group, ["status", node.address])
+    assert result.exit_code == 0
+    for words in (node.status().node_id, "serving", "fingerprint", "K/V memory"):
+        assert words in result.output
+
+
+def test_status_of_nobody_is_one_sentence() -> None:
+    result = CliRunner().invoke(node_group, ["status", "127.0.0.1:1"])
+    assert isinstance(result.exception, NodeUnreachable)

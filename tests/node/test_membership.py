@@ -1,0 +1,144 @@
+"""A real node and a FleetService that stands in for the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvferry.proto.v1 import worker_pb2
+
+from .running_node import Answer, RunningNode, error_of, running_node
+from .standin_coordinator import StandInCoordinator
+
+Prompts = dict[str, list[int]]
+
+
+@pytest.fixture
+def coordinator() -> Iterator[StandInCoordinator]:
+    """A stand-in with a lease of one second."""
+    coordinator = StandInCoordinator()
+    yield coordinator
+    coordinator.stop()
+
+
+@pytest.fixture
+def member(tmp_path: Path, smollm2_path: Path, coordinator: StandInCoordinator) -> Iterator[RunningNode]:
+    """A node that joined."""
+    flags = ("--coordinator", coordinator.address, "--store", str(tmp_path / "store"), "--context", "2048")
+    with running_node(tmp_path / "member", smollm2_path, *flags) as node:
+        coordinator.wait_for("registered")
+        node.generation = coordinator.generation
+        yield node
+
+
+def test_a_node_says_who_it_is_and_how_it_is(
+    coordinator: StandInCoordinator, member: RunningNode, prompts: Prompts
+) -> None:
+    (hello,) = coordinator.registered
+    status = member.status()
+    assert (hello.node_id, hello.address, hello.fingerprint) == ("member", member.address, status.fingerprint)
+    assert (hello.vocabulary_size, hello.context_length, hello.max_running) == (49152, 2048, 8)
+    assert hello.geometry == status.geometry
+    assert len(hello.boot_id) >= 16
+    assert hello.tokenizer_digest
+    member.run_turn(prompts["multi"], session="told", max_tokens=4, end_token_ids=[])
+    coordinator.wait_for("any(beat.published for beat in heartbeats)")
+    published = [snapshot for beat in coordinator.heartbeats for snapshot in beat.published]
+    assert [(s.n_tokens, s.fingerprint) for s in published] == [(len(prompts["multi"]) + 3, hello.fingerprint)]
+    last = coordinator.heartbeats[-1]
+    assert {s.session_id: s.n_tokens for s in last.resident} == {"told": len(prompts["multi"]) + 3}
+    assert last.load.tokens_generated == 4
+    assert last.boot_id == hello.boot_id
+    n_beats = len(coordinator.heartbeats)
+    coordinator.wait_for(f"len(heartbeats) > {n_beats + 2}")
+    assert not coordinator.heartbeats[-1].published  # told once, since the answer came
+
+
+def test_a_node_that_is_not_heard_stops_its_turns_and_keeps_their_rows(
+    coordinator: StandInCoordinator, member: RunningNode, prompts: Prompts
+) -> None:
+    call = member.start_turn(prompts["chat_en"], max_tokens=1900, end_token_ids=[])
+    answer = Answer()
+    answer.take(next(call))
+    coordinator.silent = True
+    with pytest.raises(grpc.RpcError) as caught:
+        answer.take_all(call)
+    assert error_of(caught.value)[:2] == ("UNAVAILABLE", "lease_lost")
+    with pytest.raises(grpc.RpcError) as caught:
+        member.run_turn(prompts["chat_en"])
+    assert error_of(caught.value)[:2] == ("UNAVAILABLE", "lease_lost")
+    assert member.wait_for("load.n_running == 0").resident[0].n_tokens >= len(answer.tokens)
+    coordinator.silent = False
+    n_beats = len(coordinator.heartbeats)
+    coordinator.wait_for(f"len(heartbeats) > {n_beats + 1}")
+    assert member.run_turn(prompts["chat_en"], max_tokens=2).tokens == answer.tokens[:2]
+
+
+def test_a_node_joins_again_when_it_is_asked_to(coordinator: StandInCoordinator, member: RunningNode) -> None:
+    coordinator.forget = True
+    coordinator.wait_for("len(registered) == 2")
+    assert coordinator.registered[0].boot_id == coordinator.registered[1].boot_id
+
+
+def test_a_node_serves_before_its_coordinator_is_there_and_finds_it(
+    tmp_path: Path, smollm2_path: Path, prompts: Prompts
+) -> None:
+    first = StandInCoordinator()
+    first.stop()
+    with running_node(tmp_path / "n", smollm2_path, "--coordinator", first.address) as node:
+        assert len(node.run_turn(prompts["chat_en"], max_tokens=2).tokens) == 2
+        late = StandInCoordinator(port=first.port)
+        late.wait_for("registered and heartbeats", seconds=5)
+        late.stop()
+        restarted = StandInCoordinator(port=first.port, generation=2)
+        restarted.forget = True
+        restarted.wait_for("registered", seconds=5)
+        restarted.stop()
+
+
+def test_an_older_coordinator_is_not_obeyed(
+    coordinator: StandInCoordinator, member: RunningNode, prompts: Prompts
+) -> None:
+    member.run_turn(prompts["chat_en"], max_tokens=1, coordinator_generation=4)
+    with pytest.raises(grpc.RpcError) as caught:
+        member.run_turn(prompts["chat_en"], max_tokens=1, coordinator_generation=3)
+    assert error_of(caught.value)[:2] == ("FAILED_PRECONDITION", "stale_coordinator")
+    # the stand-in answers heartbeats with generation 1, which renews nothing: the lease ends
+    call = member.start_turn(prompts["chat_en"], max_tokens=1900, end_token_ids=[], coordinator_generation=4)
+    with pytest.raises(grpc.RpcError) as caught:
+        Answer().take_all(call)
+    assert error_of(caught.value)[1] == "lease_lost"
+
+
+def test_a_drained_node_lets_go_of_everything(
+    tmp_path: Path, coordinator: StandInCoordinator, member: RunningNode, prompts: Prompts
+) -> None:
+    member.run_turn(prompts["multi"], session="idle", max_tokens=2)
+    call = member.start_turn(prompts["chat_en"], session="running", max_tokens=1900, end_token_ids=[])
+    answer = Answer()
+    answer.take(next(call))
+    drained = member.stub.Drain(worker_pb2.DrainRequest(timeout_seconds=20), timeout=30)
+    assert (drained.n_sessions_saved, drained.n_turns_moved) == (2, 1)
+    with pytest.raises(grpc.RpcError) as caught:
+        answer.take_all(call)
+    assert error_of(caught.value)[:2] == ("UNAVAILABLE", "draining")
+    assert answer.indexes == list(range(len(answer.tokens)))
+    with pytest.raises(grpc.RpcError) as caught:
+        member.run_turn(prompts["chat_en"])
+    assert error_of(caught.value)[:2] == ("UNAVAILABLE", "draining")
+    assert len(coordinator.deregistered) == 1
+    assert member.status().draining
+    following = prompts["chat_en"] + answer.tokens
+    with running_node(tmp_path / "other", Path(member.process.args[6]), "--store", str(tmp_path / "store")) as other:
+        moved = other.run_turn(
+            following,
+            session="running",
+            n_prompt_tokens=len(prompts["chat_en"]),
+            max_tokens=len(answer.tokens) + 4,
+            end_token_ids=[],
+        )
+        assert moved.sources == (0, len(following) - 1, 1)  # every row came from the store
+    assert member.stop() == 0
