@@ -78,11 +78,13 @@ class TurnPolicy:
 
     # A turn that took down three nodes is not given a fourth (reliability.md section 5: at most three placements).
     max_losses: int = 3
-    # With the back-off below: half a minute of nodes without room.
-    max_capacity_refusals: int = 90
+    # With the pauses below: about four minutes of nodes without room.
+    max_capacity_refusals: int = 100
     # This many failures in a row, then a pause, so that a fleet in trouble is not hammered.
     max_placements: int = 3
+    # The first pause; each further one is twice as long, up to the maximum: a turn may wait for days.
     backoff_seconds: float = 1.0
+    max_backoff_seconds: float = 8.0
 
 
 class AnswerText(Protocol):
@@ -135,6 +137,7 @@ class Turn:
         self._placed_s = now_s
         self._n_without_token = dict.fromkeys(Blame, 0)
         self._n_failures = 0
+        self._n_pauses = 0
         self._began_s = now_s
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
@@ -233,8 +236,10 @@ class Turn:
         if took_it:
             self.waiting_since_s = now_s
         if self._n_failures >= self._policy.max_placements:
-            self.next_try_s = now_s + self._policy.backoff_seconds
+            pause_s = self._policy.backoff_seconds * 2.0 ** min(self._n_pauses, 32)
+            self.next_try_s = now_s + min(pause_s, self._policy.max_backoff_seconds)
             self._n_failures = 0
+            self._n_pauses += 1
 
     def cancel(self, now_s: float) -> None:
         """Somebody wants no more of it; the tokens so far stay. No effect when it is over."""
@@ -285,6 +290,7 @@ class Turn:
         self._lost_since_token = False
         self._n_without_token = dict.fromkeys(Blame, 0)
         self._n_failures = 0
+        self._n_pauses = 0
         self.failed.clear()
 
     def _exhausted(self, blame: Blame) -> bool:

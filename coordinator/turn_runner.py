@@ -17,8 +17,8 @@ import stamina
 
 from kvferry.coordinator.errors import RegistryUnavailable
 from kvferry.coordinator.fleet import Fleet
-from kvferry.coordinator.membership import Node
-from kvferry.coordinator.registry import FinishReason, Registry
+from kvferry.coordinator.membership import LostNode, Node
+from kvferry.coordinator.registry import FinishReason, Registry, TokenArray
 from kvferry.coordinator.routing import Choice, route
 from kvferry.coordinator.snapshots import SnapshotView
 from kvferry.coordinator.tasks import Background, Bell, first_of
@@ -58,14 +58,15 @@ class Surroundings:
 
 
 class TurnRunner:
-    """Runs ``turn`` to its end. ``history_ids``: the session's tokens before this turn."""
+    """Runs ``turn`` to its end. ``history_ids``: int32[n], the session's tokens before this turn."""
 
-    def __init__(self, turn: Turn, history_ids: list[int], around: Surroundings) -> None:
+    def __init__(self, turn: Turn, history_ids: TokenArray, around: Surroundings) -> None:
         self.turn = turn
         # Rings after every event, for subscribers.
         self.changed = Bell()
         # Why nobody works on it, while that is so; empty when a node has it or is about to.
         self.obstacle = "the coordinator has just started and waits for its nodes"
+        # Placements lost by a node that had taken the turn.
         self.n_moves = 0
         self._history_ids = history_ids
         self._around = around
@@ -136,12 +137,12 @@ class TurnRunner:
         logger.info("%r placed", turn)
         with around.fleet.placement(node):
             await first_of(self._read(node, epoch), around.fleet.until_lost(node), self._cancelled.wait())
-        if (lost := around.fleet.why_lost(node)) is not None:
-            # no effect when the stream or the answer ended by itself
-            turn.lose(epoch, Loss(cause=lost.cause, detail=lost.detail, blame=Blame.TURN), self._now())
+        # No effect when the stream or the answer ended by itself. A node may be back in the meantime; its call is gone.
+        lost = around.fleet.why_lost(node) or LostNode("lease_expired", "it was not heard in time")
+        turn.lose(epoch, Loss(cause=lost.cause, detail=lost.detail, blame=Blame.TURN), self._now())
         self.changed.ring()
         if turn.phase is Phase.WAITING:
-            self.n_moves += 1
+            self.n_moves += turn.events[-1].node_lost.cause != "refused"
             logger.warning("%r lost %s: %s", turn, node.node_id, turn.failed.get(node.node_id))
             return
         around.fleet.note_resident(node, turn.record.session_id, self._n_tokens() - 1)
@@ -238,7 +239,7 @@ class TurnRunner:
         )
 
     def _token_ids(self) -> list[int]:
-        return [*self._history_ids, *self.turn.token_ids]
+        return [*self._history_ids.tolist(), *self.turn.token_ids]
 
     def _n_tokens(self) -> int:
         return self.turn.record.n_prompt_tokens + len(self.turn.answer_ids)

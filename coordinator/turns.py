@@ -25,7 +25,7 @@ from kvferry.coordinator.errors import (
     UnknownTurn,
 )
 from kvferry.coordinator.membership import NodeState
-from kvferry.coordinator.registry import SessionRecord, TurnRecord
+from kvferry.coordinator.registry import SessionRecord, TokenArray, TurnRecord
 from kvferry.coordinator.requests import TurnRequest, answer_budget
 from kvferry.coordinator.turn import Phase, Turn, TurnPolicy, replay
 from kvferry.coordinator.turn_runner import Surroundings, TurnRunner
@@ -82,7 +82,7 @@ class Turns:
                 logger.warning("turn %s stays open: %s", record.turn_id, e)
                 continue
             history = await self._around.registry.session_tokens(record.session_id)
-            self._start(record, history.tolist(), resumed=True)
+            self._start(record, history, resumed=True)
             n_resumed += 1
         return n_resumed
 
@@ -219,7 +219,7 @@ class Turns:
             )
         return session
 
-    async def _new_record(self, request: TurnRequest) -> tuple[TurnRecord, list[int]]:
+    async def _new_record(self, request: TurnRequest) -> tuple[TurnRecord, TokenArray]:
         registry = self._around.registry
         session = await self._own_session(request.session_id)
         if session.open_turn_id:
@@ -246,13 +246,13 @@ class Turns:
             digest=request.digest,
             created_at_ms=self._around.wall_ms(),
         )
-        return record, history.tolist()
+        return record, history
 
     def _contexts(self) -> Sequence[int]:
         members = [m for m in self._around.fleet.members() if m.state is not NodeState.DEAD]
         return [min(m.node.context_length, self._context_length) for m in members] or [self._context_length]
 
-    def _start(self, record: TurnRecord, history_ids: list[int], *, resumed: bool) -> None:
+    def _start(self, record: TurnRecord, history_ids: TokenArray, *, resumed: bool) -> None:
         text = ModelAnswerText(self._model, record.stop)
         turn = Turn(record, text, self._policy, self._around.clock(), resumed=resumed)
         runner = TurnRunner(turn, history_ids, self._around)

@@ -270,11 +270,19 @@ def test_a_new_token_clears_the_record_of_failures() -> None:
 
 def test_nodes_that_drain_never_exhaust_a_turn_but_make_it_pause() -> None:
     turn = new_turn(policy=TurnPolicy(max_losses=2, max_placements=3, backoff_seconds=1.0))
+    pauses = []
     for epoch in range(1, 100):
         turn.place("a", "fp", epoch, [], NOW)
         turn.lose(epoch, DRAINING, float(epoch))
-        assert (turn.next_try_s > epoch) == (epoch in range(4, 100, 3))
+        pauses.append(max(0.0, turn.next_try_s - epoch))
     assert turn.phase is Phase.WAITING
+    assert [pauses[n] for n in (3, 6, 9, 12, 15, 96)] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    turn.place("a", "fp", 100, [], NOW)
+    turn.receive(100, tokens("a"), 200.0)
+    for epoch in range(101, 106):
+        turn.lose(epoch - 1, DRAINING, 200.0)
+        turn.place("a", "fp", epoch, [], NOW)
+    assert turn.next_try_s == 201.0  # progress makes pauses short again
 
 
 def test_a_turn_for_which_no_node_ever_has_room_fails_with_the_nodes_own_code() -> None:
