@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Compiles the kernels before anybody waits for them: starts a node that knows nobody, waits until it serves, drains it.
+"""Compiles the kernels before anybody waits for them: starts a node that knows nobody, and drains it when it serves.
 
 usage: warm_up.py RELEASE_FOLDER MODEL DONE_FILE; DONE_FILE is written when all went well. A node is ready only after it
 has run its kernels, so its cache is then complete, made by the same program, user, processor and sandbox as later.

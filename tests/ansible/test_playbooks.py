@@ -1,0 +1,80 @@
+"""What can be said about the playbooks without a board."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROLES = ["kvferry", "base", "store", "program", "coordinator", "node"]
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def test_all_files_parse(ansible: Path) -> None:
+    paths = sorted(ansible.rglob("*.yml"))
+    assert len(paths) > 20
+    for path in paths:
+        assert read(path), path
+
+
+def test_the_roles_are_those_we_know(ansible: Path) -> None:
+    assert sorted(path.name for path in (ansible / "roles").iterdir()) == sorted(ROLES)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_default_is_documented_and_every_documented_option_has_a_default(ansible: Path, role: str) -> None:
+    defaults = read(ansible / "roles" / role / "defaults/main.yml")
+    specs = read(ansible / "roles" / role / "meta/argument_specs.yml")["argument_specs"]
+    assert set(defaults) == set(specs["main"]["options"])
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_documented_defaults_are_the_real_ones(ansible: Path, role: str) -> None:
+    defaults = read(ansible / "roles" / role / "defaults/main.yml")
+    options = read(ansible / "roles" / role / "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
+    for name, option in options.items():
+        assert option["description"], name
+        if "default" in option:
+            assert option["default"] == defaults[name], name
+        else:  # a list, or computed from other variables
+            assert isinstance(defaults[name], list) or "{{" in defaults[name] or len(defaults[name]) > 40, name
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_default_has_its_reason_above_it(ansible: Path, role: str) -> None:
+    """A comment heads each block of defaults."""
+    text = (ansible / "roles" / role / "defaults/main.yml").read_text().removeprefix("---\n").strip()
+    for block in text.split("\n\n"):
+        assert block.startswith("#"), block
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role != "kvferry"])
+def test_roles_share_names_through_one_role(ansible: Path, role: str) -> None:
+    assert read(ansible / "roles" / role / "meta/main.yml") == {"dependencies": [{"role": "kvferry"}]}
+
+
+def test_nodes_change_one_at_a_time(ansible: Path) -> None:
+    for playbook in ("site.yml", "rollout.yml"):
+        plays = [play for play in read(ansible / playbook) if play.get("hosts") == "nodes"]
+        assert plays, playbook
+        assert all(play["serial"] == 1 and play["any_errors_fatal"] for play in plays), playbook
+
+
+def test_the_mount_asks_for_all_that_is_asserted_after_mounting(ansible: Path) -> None:
+    defaults = read(ansible / "roles/store/defaults/main.yml")
+    assert set(defaults["store_nfs_asserted_options"]) <= set(defaults["store_nfs_mount_options"].split(","))
+    assert {"vers=4.2", "hard", "lookupcache=pos"} <= set(defaults["store_nfs_asserted_options"])
+    assert {"sync", "no_subtree_check", "root_squash"} <= set(defaults["store_nfs_export_options"].split(","))
+
+
+def test_the_example_has_one_coordinator_and_three_nodes(ansible: Path) -> None:
+    inventory = read(ansible / "inventory.example.yml")
+    assert len(inventory["coordinators"]["hosts"]) == 1
+    assert len(inventory["nodes"]["hosts"]) == 3
+    known = set[str]().union(*(read(ansible / "roles" / role / "defaults/main.yml") for role in ROLES))
+    assert {name for name in inventory["all"]["vars"] if not name.startswith("ansible_")} <= known

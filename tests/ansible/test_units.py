@@ -1,0 +1,160 @@
+"""The services' units and settings as ansible renders them, judged by systemd and by the programs that read them."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+import yaml
+
+from kvferry.coordinator.config import CoordinatorSettings
+from kvferry.node.config import load_config
+
+SYSTEMD = shutil.which("systemd-analyze")
+needs_systemd = pytest.mark.skipif(SYSTEMD is None, reason="systemd-analyze is not installed (package systemd)")
+UNITS = {
+    "kvferry-coordinator.service": "coordinator",
+    "kvferry-node.service": "node",
+    "kvferry-warm-up@.service": "node",
+}
+# What defaults compute from facts and from the inventory.
+BOARD = {
+    "ansible_managed": "Ansible managed",
+    "kvferry_address": "192.168.7.11",
+    "kvferry_coordinator_address": "192.168.7.10",
+    "kvferry_model": "/home/admin/model.gguf",
+    "program_wanted": "0.1.0-3fa9c1d2",
+    "node_id": "board1",
+    "node_deployed": "0.1.0-3fa9c1d2:0123456789ab",
+    "coordinator_deployed": "0.1.0-3fa9c1d2:0123456789ab",
+}
+
+
+def render(ansible: Path, role: str, template: str, **more: Any) -> str:
+    variables: dict[str, Any] = {}
+    for name in ("kvferry", role):
+        variables |= yaml.safe_load((ansible / "roles" / name / "defaults/main.yml").read_text())
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ansible / "roles" / role / "templates"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,  # as ansible does
+        autoescape=False,  # noqa: S701 - not HTML
+    )
+    environment.filters |= {"basename": posixpath.basename, "dirname": posixpath.dirname}
+    return environment.get_template(f"{template}.j2").render(variables | BOARD | more)
+
+
+@pytest.fixture
+def unit_folder(ansible: Path, tmp_path: Path) -> Path:
+    """All units and their sandbox, with stand-ins for the programs that they name."""
+    root = tmp_path / "kvferry"
+    for program in [BOARD["program_wanted"] + "/bin/kvferry", "libexec/on_big_cores.py", "libexec/wait_until_ready.sh"]:
+        path = root / program
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    folder = tmp_path / "units"
+    (folder / "kvferry-.service.d").mkdir(parents=True)
+    shutil.copy(ansible / "roles/base/files/sandbox.conf", folder / "kvferry-.service.d")
+    for unit, role in UNITS.items():
+        (folder / unit).write_text(render(ansible, role, unit, kvferry_root=root))
+    return folder
+
+
+def analyze(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", "--no-pager", *arguments],
+        env={**os.environ, "SYSTEMD_UNIT_PATH": f"{folder}:", "SYSTEMD_LOG_LEVEL": "notice"},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+def complaints(folder: Path, unit: str) -> list[str]:
+    """What `systemd-analyze verify` says about our files; its exit code is 0 whatever it finds."""
+    instance = unit.replace("@.", "@0.1.0.")
+    done = analyze(folder, "verify", "--man=no", f"{folder}/{instance}")
+    return [line for line in (done.stdout + done.stderr).splitlines() if "kvferry" in line or str(folder) in line]
+
+
+@needs_systemd
+@pytest.mark.parametrize("unit", UNITS)
+def test_systemd_has_nothing_to_say_about_a_unit(unit_folder: Path, unit: str) -> None:
+    assert complaints(unit_folder, unit) == []
+
+
+@needs_systemd
+@pytest.mark.parametrize("broken", ["MemoryMaximum=1G", "RestartSec=soon", "Type=sometimes"])
+def test_systemd_would_say_so(unit_folder: Path, broken: str) -> None:
+    unit = unit_folder / "kvferry-node.service"
+    unit.write_text(unit.read_text().replace("KillMode=mixed", f"KillMode=mixed\n{broken}"))
+    assert complaints(unit_folder, unit.name)
+
+
+@needs_systemd
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_unit_is_exposed_to_little(unit_folder: Path, unit: str) -> None:
+    done = analyze(unit_folder, "security", "--offline=yes", "--threshold=25", str(unit_folder / unit))
+    if "Unknown" in done.stderr or "unrecognized" in done.stderr:
+        pytest.skip("this systemd-analyze cannot judge units offline (needs systemd 250)")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Overall exposure level" in done.stdout
+
+
+def test_the_sandbox_lets_kernels_be_compiled(ansible: Path) -> None:
+    lines = (ansible / "roles/base/files/sandbox.conf").read_text().splitlines()
+    settings = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    assert "MemoryDenyWriteExecute" not in settings
+    assert settings["NoNewPrivileges"] == "yes"
+
+
+def test_a_service_may_drain_before_it_is_killed(ansible: Path) -> None:
+    unit = render(ansible, "node", "kvferry-node.service", node_drain_seconds=90, node_stop_margin_seconds=15)
+    assert "TimeoutStopSec=105" in unit
+    assert "Restart=always" in unit
+    assert "StartLimitIntervalSec=0" in unit
+
+
+def test_a_node_starts_without_its_store(ansible: Path) -> None:
+    """Neither a requirement nor the automount itself in the sandbox, which would wait for a server that is away."""
+    lines = render(ansible, "node", "kvferry-node.service").splitlines()
+    assert not [line for line in lines if line.startswith(("Requires", "BindsTo"))]
+    assert [line for line in lines if line.startswith("ReadWritePaths")] == ["ReadWritePaths=-/srv/kvferry"]
+
+
+def test_a_node_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text(render(ansible, "node", "node.toml", node_context=4096, node_kv_memory="2GiB"))
+    config = load_config({}, path)
+    assert config.model == "/var/lib/kvferry/models/model.gguf"
+    assert config.coordinator == "192.168.7.10:7070"
+    assert config.listen == "192.168.7.11:7071"
+    assert config.node_id == "board1"
+    assert config.kv_memory == 2 << 30
+    assert config.context == 4096
+    assert config.store == Path("/srv/kvferry/store")
+    assert config.drain_timeout_seconds == 90
+    assert config.ready_file == Path("/run/kvferry-node/ready.json")
+
+
+def test_a_node_takes_what_the_model_says_when_no_context_is_set(ansible: Path, tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text(render(ansible, "node", "node.toml"))
+    assert load_config({}, path).context is None
+
+
+def test_a_coordinator_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.toml"
+    path.write_text(render(ansible, "coordinator", "coordinator.toml", coordinator_lease_seconds=5))
+    settings = CoordinatorSettings.load(path, {})
+    assert settings.listen == "192.168.7.10:7070"
+    assert settings.state == Path("/var/lib/kvferry/coordinator")
+    assert settings.store == Path("/srv/kvferry/store")
+    assert settings.lease == 5
+    assert settings.ready_file == Path("/run/kvferry-coordinator/ready.json")
