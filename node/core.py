@@ -148,8 +148,6 @@ class NodeCore:
 
     def begin(self, turn: Turn) -> None:
         """Find the turn's rows and run it."""
-        if not self.has_work:
-            self._progress_at = self._clock()
         for run in self._runs_of(turn.session_id):
             self.stop(run.turn.run_id, StaleEpoch(f"session {turn.session_id} went on at epoch {turn.epoch}"))
         n_most = len(turn.token_ids) - 1  # one token is always computed: its logits are not stored
@@ -200,6 +198,8 @@ class NodeCore:
         return [run for run in self._runs.values() if run.session_id == session_id]
 
     def _submit(self, run: _Run) -> None:
+        if not self.has_work:
+            self._progress_at = self._clock()  # it stalls from now on, not since it last had work
         turn = run.turn
         job = Job(
             job_id=str(turn.run_id),

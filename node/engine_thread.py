@@ -98,6 +98,7 @@ class EngineThread:
                 for command in self._take_commands():
                     self._handle(command)
                 self._core.abandon_late_restores()
+                self._flush()  # what was begun is seen, should the step hang
                 self._progressed = self._core.step() if self._core.has_work else True
                 self._answer_drains()
                 self._flush()

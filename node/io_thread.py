@@ -24,7 +24,7 @@ from kvferry.engine.kv_cache import KvSequence
 from kvferry.node.errors import StoreDown
 from kvferry.node.messages import PublishDone, Published, PublishRequest, RestoreDone, RestoreRequest
 from kvferry.node.refusals import refused_prefixes
-from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError, StoreFull
+from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError, StoreFull, StoreUnavailable
 from kvferry.store.snapshot_store import Match, SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -244,7 +244,8 @@ class IoThread:
             log.warning("a restore was given up: %s", error)
         except StoreError as error:
             log.warning("rows are recomputed: %s", error)
-            self._read_error = str(error)
+            if isinstance(error, StoreUnavailable):
+                self._read_error = str(error)
         except Exception:  # a bug in reading a file must not cost the answer
             log.exception("a restore failed for an unforeseen reason; rows are recomputed")
         finally:
@@ -302,7 +303,8 @@ class IoThread:
         try:
             info = self._store.publish(request.token_ids, _Staging(request.sequence, self._tell))
         except StoreError as error:
-            self._write_error, self._is_full = str(error), isinstance(error, StoreFull)
+            if isinstance(error, StoreUnavailable | StoreFull):  # else only this snapshot is not wanted
+                self._write_error, self._is_full = str(error), isinstance(error, StoreFull)
             log.warning("session %s was not saved: %s", request.session_id, error)
             return PublishDone(request=request, error=error)
         except Exception as error:  # a bug in writing a file must not cost the session

@@ -57,6 +57,7 @@ class Node:
         self._health = health.aio.HealthServicer()
         self._stop = asyncio.Event()
         self._exit_code = 0
+        self._engine_failed = False
         self._membership: Membership | None = None
         self._membership_task: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[DrainCount] | None = None
@@ -70,7 +71,8 @@ class Node:
             if serving is not None:
                 await self._open_for_work(serving, address)
                 await self._stop.wait()
-                await self.drain(self._config.drain_timeout_seconds)
+                if not self._engine_failed:
+                    await self.drain(self._config.drain_timeout_seconds)
         finally:
             await self._close()
         return self._exit_code
@@ -122,7 +124,7 @@ class Node:
         loop = asyncio.get_running_loop()
         boot_id = uuid.uuid4().hex
         package_version = version("kvferry")
-        return lambda: load_serving(self._config, loop, boot_id, package_version, self._on_fatal)
+        return lambda: load_serving(self._config, loop, boot_id, package_version, self._on_engine_failure)
 
     async def _open_for_work(self, serving: Serving, address: str) -> None:
         self._state.serving = serving
@@ -179,14 +181,18 @@ class Node:
         log.info("%s: the node drains and ends", number.name)
         self._stop.set()
 
-    def _on_fatal(self) -> None:
+    def _on_engine_failure(self) -> None:
+        self._engine_failed = True
+        self._fail()
+
+    def _fail(self) -> None:
         self._exit_code = 1
         self._stop.set()
 
     def _on_membership_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
             log.error("a bug ended the membership; the node drains and ends", exc_info=task.exception())
-            self._on_fatal()
+            self._fail()
 
 
 def _end_threads(serving: Serving) -> bool:

@@ -22,3 +22,11 @@ def node(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterat
     folder = tmp_path_factory.mktemp("alone")
     with running_node(folder, smollm2_path, "--context", "2048", "--max-running", "4") as node:
         yield node
+
+
+@pytest.fixture
+def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that tells a node started with SABOTAGED what to do wrong; not there yet."""
+    path = tmp_path / "orders"
+    monkeypatch.setenv("KVFERRY_TEST_SABOTAGE", str(path))
+    return path

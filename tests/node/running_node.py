@@ -19,6 +19,7 @@ from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 KVFERRY = (sys.executable, "-c", "from kvferry.client.cli import main; main()")
+SABOTAGED = (sys.executable, str(Path(__file__).parent / "sabotaged_node.py"))
 START_SECONDS = 120.0  # the first start on a machine compiles the kernels
 
 _epochs = itertools.count(1)

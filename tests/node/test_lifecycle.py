@@ -18,7 +18,7 @@ from kvferry.node.cli import node as node_group
 from kvferry.node.errors import NodeUnreachable
 from kvferry.proto.v1 import worker_pb2
 
-from .running_node import Answer, RunningNode, error_of, node_command, running_node
+from .running_node import SABOTAGED, Answer, RunningNode, error_of, node_command, running_node
 
 Prompts = dict[str, list[int]]
 SERVICE = "kvferry.v1.WorkerService"
@@ -143,3 +143,34 @@ def test_status_shows_a_node_to_a_person(node: RunningNode) -> None:
 def test_status_of_nobody_is_one_sentence() -> None:
     result = CliRunner().invoke(node_group, ["status", "127.0.0.1:1"])
     assert isinstance(result.exception, NodeUnreachable)
+
+
+def test_an_engine_that_hangs_is_seen_from_outside(
+    tmp_path: Path, smollm2_path: Path, prompts: Prompts, orders: Path
+) -> None:
+    with running_node(tmp_path / "n", smollm2_path, "--drain-timeout-seconds", "1", program=SABOTAGED) as node:
+        assert node.status().load.stalled_seconds == 0
+        orders.write_text("hang")
+        call = node.start_turn(prompts["chat_en"], max_tokens=4)
+        stalled = node.wait_for("load.stalled_seconds > 0.5").load
+        assert stalled.n_running + stalled.n_queued == 1
+        orders.unlink()
+        assert len(Answer().take_all(call).tokens) == 4
+        node.wait_for("load.stalled_seconds == 0")
+        orders.write_text("hang")
+        call = node.start_turn(prompts["chat_en"], session="other", max_tokens=4)
+        node.wait_for("load.stalled_seconds > 0.1")
+        assert node.stop(seconds=20) == 0  # the hung thread is left behind
+        call.cancel()
+
+
+def test_an_engine_that_fails_ends_the_node_and_tells_its_turns(
+    tmp_path: Path, smollm2_path: Path, prompts: Prompts, orders: Path
+) -> None:
+    with running_node(tmp_path / "n", smollm2_path, program=SABOTAGED) as node:
+        orders.write_text("fail")
+        with pytest.raises(grpc.RpcError) as caught:
+            node.run_turn(prompts["chat_en"], max_tokens=4)
+        assert error_of(caught.value)[:2] == ("INTERNAL", "internal")
+        assert "send the turn to another one" in error_of(caught.value)[2]
+        assert node.process.wait(20) == 1

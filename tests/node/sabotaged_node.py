@@ -1,0 +1,48 @@
+"""A node with a store or an engine that misbehaves on command: a stand-in for what cannot be had without root or a bug.
+
+What happens is said by the file that KVFERRY_TEST_SABOTAGE names, word by word, for as long as it says so:
+`restore`, `publish`, `reap` (a store call does not return, as on a hung NFS mount), `hang` (the engine's step does not
+return), `fail` (it raises).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvferry.client.cli import main
+from kvferry.engine.engine import Engine
+from kvferry.store.snapshot_store import SnapshotStore
+
+ORDERS = Path(os.environ["KVFERRY_TEST_SABOTAGE"])
+
+
+def is_ordered(word: str) -> bool:
+    """Whether the file says so now."""
+    try:
+        return word in ORDERS.read_text().split()
+    except FileNotFoundError:
+        return False
+
+
+def sabotaged(real: Callable[..., Any], blocked_by: str, failed_by: str) -> Callable[..., Any]:
+    """A method that blocks or raises on command."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        while is_ordered(blocked_by):
+            time.sleep(0.02)
+        if is_ordered(failed_by):
+            raise RuntimeError("sabotaged")
+        return real(*args, **kwargs)
+
+    return method
+
+
+for name in ("restore", "publish", "reap"):
+    setattr(SnapshotStore, name, sabotaged(getattr(SnapshotStore, name), name, "never"))
+Engine.forward = sabotaged(Engine.forward, "hang", "fail")  # type: ignore[method-assign]
+
+main()
