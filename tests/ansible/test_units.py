@@ -151,7 +151,9 @@ def test_a_node_takes_what_the_model_says_when_no_context_is_set(ansible: Path, 
 
 def test_a_coordinator_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
     path = tmp_path / "coordinator.toml"
-    path.write_text(render(ansible, "coordinator", "coordinator.toml", coordinator_lease_seconds=5))
+    path.write_text(
+        render(ansible, "coordinator", "coordinator.toml", coordinator_lease_seconds=5, kvferry_address="192.168.7.10")
+    )
     settings = CoordinatorSettings.load(path, {})
     assert settings.listen == "192.168.7.10:7070"
     assert settings.state == Path("/var/lib/kvferry/coordinator")
