@@ -103,8 +103,11 @@ async def test_a_silent_node_whose_stream_stays_open_loses_its_turn_with_its_lea
     await cluster.worker("b")
     client = cluster.client()
     await client.until_nodes(2)
-    hung.script.token_seconds, hung.script.mute = 60.0, True
-    events = await all_of(client.generate(await client.new_session(), "Hi", max_tokens=5))
+    hung.script.token_seconds = 60.0
+    reading = asyncio.create_task(all_of(client.generate(await client.new_session(), "Hi", max_tokens=5)))
+    await eventually(lambda: hung.n_running)
+    hung.script.mute = True
+    events = await reading
     assert ids_of(events) == undisturbed(model, "Hi", 5)
     assert causes(events) == [("a", "lease_expired")]
     await eventually(lambda: hung.n_running == 0)  # its call was cancelled
