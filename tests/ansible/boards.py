@@ -100,6 +100,7 @@ class Rig:
     shared_at: str
     memory_bytes: int
     _reaper: list[subprocess.Popen[bytes]] = field(default_factory=list, repr=False)
+    _machines: list[subprocess.Popen[bytes]] = field(default_factory=list, repr=False)
 
     @classmethod
     def make(cls, folder: Path, n_boards: int, base: Path, *, shared_at: str, memory_bytes: int = 1 << 30) -> Self:
@@ -186,10 +187,11 @@ class Rig:
             f"--bind={self.folder / 'shared'}:{self.shared_at}", f"--directory={root}", "--boot",
         ]  # fmt: skip
         with (folder / "console.log").open("ab") as console:
-            subprocess.Popen(
+            machine = subprocess.Popen(
                 ["sh", "-c", f'{join} exec "$@"', "sh", *nspawn],
                 stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True,
             )  # fmt: skip
+        self._machines.append(machine)
 
     def wait_until_up(self, board: int, seconds: float = 60) -> None:
         """Until ssh answers; raises with the console's last lines."""
@@ -225,6 +227,8 @@ class Rig:
         for name in [*names, self.name("ctl")]:
             with contextlib.suppress(FileNotFoundError):
                 _kill_group(CGROUPS / "unified" / name)
+        for machine in self._machines:
+            machine.wait(30)
         for name in names:
             root = self.folder / name / "root"
             if root.is_mount():

@@ -18,11 +18,6 @@ def ansible() -> Path:
     return ANSIBLE
 
 
-@pytest.fixture(scope="session")
-def boards() -> ModuleType:
-    return load_program(Path(__file__).with_name("boards.py"))
-
-
 def load_program(path: Path) -> ModuleType:
     """A program that belongs to no package, as a module."""
     spec = importlib.util.spec_from_file_location(f"kvferry_program_{path.stem}", path)
