@@ -156,9 +156,15 @@ class Rig:
         join = f'echo $$ > {CGROUPS}/unified/{self.name("ctl")}/cgroup.procs; exec "$@"'
         return ["sh", "-c", join, "sh", *map(str, argv)]
 
-    def ssh(self, board: int, command: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-        argv = ["ssh", "-F", self.ssh_config, self.address(board), command]
-        done = subprocess.run(self.beside(argv), capture_output=True, text=True, check=False, timeout=120)
+    def ssh(
+        self, board: int, command: str, *, check: bool = True, seconds: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """A shell command on the board; silence for ``seconds`` counts as exit code 255, ssh's own."""
+        argv = self.beside(["ssh", "-F", self.ssh_config, self.address(board), command])
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            done = subprocess.CompletedProcess(argv, 255, "", f"no answer for {seconds} s\n")
         if check and done.returncode:
             raise AssertionError(f"on board {board}: {command}\nexit {done.returncode}\n{done.stdout}{done.stderr}")
         return done
@@ -197,7 +203,7 @@ class Rig:
         """Until ssh answers; raises with the console's last lines."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if self.ssh(board, "true", check=False).returncode == 0:
+            if self.ssh(board, "true", check=False, seconds=10).returncode == 0:
                 return
             time.sleep(0.2)
         console = (self.folder / self.name(board) / "console.log").read_text(errors="replace")

@@ -18,6 +18,8 @@ from kvferry.node.config import load_config
 
 SYSTEMD = shutil.which("systemd-analyze")
 needs_systemd = pytest.mark.skipif(SYSTEMD is None, reason="systemd-analyze is not installed (package systemd)")
+# Named after the folder that is mounted.
+STORE_UNITS = {"srv-kvferry-store.mount": "store.mount", "srv-kvferry-store.automount": "store.automount"}
 UNITS = {
     "kvferry-coordinator.service": "coordinator",
     "kvferry-node.service": "node",
@@ -33,6 +35,9 @@ BOARD = {
     "node_id": "board1",
     "node_deployed": "0.1.0-3fa9c1d2:0123456789ab",
     "coordinator_deployed": "0.1.0-3fa9c1d2:0123456789ab",
+    "store_nfs_server": "desk",
+    "store_nfs_clients": ["desk", "board1", "192.168.7.99"],
+    "hostvars": {"desk": {"ansible_host": "192.168.7.10"}, "board1": {"kvferry_address": "192.168.7.11"}},
 }
 
 
@@ -65,6 +70,8 @@ def unit_folder(ansible: Path, tmp_path: Path) -> Path:
     shutil.copy(ansible / "roles/base/files/sandbox.conf", folder / "kvferry-.service.d")
     for unit, role in UNITS.items():
         (folder / unit).write_text(render(ansible, role, unit, kvferry_root=root))
+    for unit, template in STORE_UNITS.items():
+        (folder / unit).write_text(render(ansible, "store", template))
     return folder
 
 
@@ -84,7 +91,7 @@ def complaints(folder: Path, unit: str) -> list[str]:
 
 
 @needs_systemd
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", [*UNITS, *STORE_UNITS])
 def test_systemd_has_nothing_to_say_about_a_unit(unit_folder: Path, unit: str) -> None:
     assert complaints(unit_folder, unit) == []
 
@@ -126,6 +133,17 @@ def test_a_node_starts_without_its_store(ansible: Path) -> None:
     lines = render(ansible, "node", "kvferry-node.service").splitlines()
     assert not [line for line in lines if line.startswith(("Requires", "BindsTo"))]
     assert [line for line in lines if line.startswith("ReadWritePaths")] == ["ReadWritePaths=-/srv/kvferry"]
+
+
+def test_the_store_is_mounted_from_the_host_that_exports_it_to_the_boards_alone(ansible: Path) -> None:
+    mount = render(ansible, "store", "store.mount").splitlines()
+    assert "What=192.168.7.10:/srv/kvferry/export" in mount
+    assert "Where=/srv/kvferry/store" in mount
+    exports = render(ansible, "store", "exports").splitlines()[1:]
+    options = "rw,sync,no_subtree_check,root_squash,sec=sys"
+    assert exports == [
+        f"/srv/kvferry/export {address}({options})" for address in ("192.168.7.10", "192.168.7.11", "192.168.7.99")
+    ]
 
 
 def test_a_node_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
