@@ -72,7 +72,7 @@ class Node:
                 await self._open_for_work(serving, address)
                 await self._stop.wait()
                 if not self._engine_failed:
-                    await self.drain(self._config.drain_timeout_seconds)
+                    await self._drain_in_time(self._config.drain_timeout_seconds)
         finally:
             await self._close()
         return self._exit_code
@@ -82,6 +82,11 @@ class Node:
         if self._drain is None:
             self._drain = asyncio.create_task(self._drain_once(timeout_seconds))
         return await asyncio.shield(self._drain)
+
+    async def _drain_in_time(self, timeout_seconds: float) -> None:
+        """A drain that somebody asked for with a longer timeout does not hold up the end of the process."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.drain(timeout_seconds), timeout_seconds + GRACE_SECONDS)
 
     async def _drain_once(self, timeout_seconds: float) -> DrainCount:
         engine = self._state.ready().engine

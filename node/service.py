@@ -78,6 +78,8 @@ def _answered(
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception:
+            if context.done():  # the caller went away in the middle of a write
+                raise
             log.exception("a bug in %s", handler.__name__)
             await _abort(context, NodeError(f"a bug in this node's {handler.__name__}; its log says more"))
         raise AssertionError("abort raises")

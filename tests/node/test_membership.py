@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.proto.v1 import worker_pb2
 
-from .running_node import Answer, RunningNode, error_of, running_node
+from .running_node import SABOTAGED, Answer, RunningNode, error_of, running_node
 from .standin_coordinator import StandInCoordinator
 
 Prompts = dict[str, list[int]]
@@ -142,3 +142,17 @@ def test_a_drained_node_lets_go_of_everything(
         )
         assert moved.sources == (0, len(following) - 1, 1)  # every row came from the store
     assert member.stop() == 0
+
+
+def test_a_long_drain_does_not_hold_up_the_end(
+    tmp_path: Path, smollm2_path: Path, prompts: Prompts, orders: Path
+) -> None:
+    orders.write_text("publish")
+    flags = ("--store", str(tmp_path / "store"), "--drain-timeout-seconds", "1")
+    with running_node(tmp_path / "n", smollm2_path, *flags, program=SABOTAGED) as node:
+        node.run_turn(prompts["chat_en"], max_tokens=1)
+        drain = node.stub.Drain.future(worker_pb2.DrainRequest(timeout_seconds=600), timeout=600)
+        node.wait_for("status.draining")
+        assert node.stop(seconds=30) == 0
+        with pytest.raises(grpc.RpcError):
+            drain.result(10)

@@ -128,8 +128,14 @@ def damage_in_header(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [damage_in_ids, damage_at_end, damage_in_header])
-@pytest.mark.parametrize("when", ["before the start", "while it runs"])
+@pytest.mark.parametrize(
+    ("damage", "when"),
+    [
+        (damage_in_ids, "while it runs"),
+        (damage_at_end, "while it runs"),
+        (damage_in_header, "before the start"),
+    ],
+)
 def test_a_damaged_snapshot_is_refused_told_and_recomputed(
     tmp_path: Path,
     smollm2_path: Path,
