@@ -63,6 +63,7 @@ def up(n_nodes: int, model: str, directory: Path | None, port: int, threads_per_
         port=port,
         threads_per_node=threads_per_node or default_threads_per_node(),
     )
+    click.echo("starting (on a new machine the first node compiles its kernels for up to a minute)", err=True)
     with _sigterm_interrupts(), LocalCluster(options) as cluster:
         _print_how_to_go_on(cluster)
         with suppress(KeyboardInterrupt):

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from kvferry.drills.errors import ProcessFailed
 
-READY_S: Final = 120.0
-"""A node compiles its kernels at its first start ever: some ten seconds here, a minute on a slow board."""
+READY_S: Final = 300.0
+"""A node compiles its kernels at its first start ever: a minute on a busy laptop, several on a slow board."""
 
 STOP_S: Final = 35.0
 """A node drains and saves within 30 s, in practice within one; then it is ended by force."""
