@@ -15,7 +15,7 @@ from kvferry.proto.status import CODE_KEY, RETRY_AFTER_KEY
 class ClientError(Exception):
     """Base of all errors of the client; str(error) is one sentence for a person."""
 
-    code: ClassVar[str] = "client_error"
+    code: str = "client_error"  # of the class; of the instance where the server knows a code that this client does not
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
@@ -215,7 +215,9 @@ def map_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
     elif code is None and error.code() is grpc.StatusCode.UNIMPLEMENTED:
         sentence = f"{address} is no kvferry coordinator, or an older one ({sentence})"
     cls = CLASS_OF.get(code or "") or _CLASS_OF_STATUS.get(error.code(), ServerFault)
-    return cls(sentence, retry_after_s=_seconds(metadata.get(RETRY_AFTER_KEY)))
+    mapped = cls(sentence, retry_after_s=_seconds(metadata.get(RETRY_AFTER_KEY)))
+    mapped.code = code or cls.code
+    return mapped
 
 
 def _seconds(milliseconds: str | None) -> float | None:

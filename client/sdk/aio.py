@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, Unpack
 
 from kvferry.client.errors import SessionExists, UnknownSession
 from kvferry.client.sdk import wire
@@ -18,6 +19,7 @@ from kvferry.client.sdk.values import (
     Message,
     NodeInfo,
     Sampling,
+    SamplingFields,
     SessionDetails,
     SessionInfo,
 )
@@ -129,13 +131,16 @@ class AsyncSession:
         max_tokens: int = 0,
         stop: Sequence[str] = (),
         turn_id: str | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> AsyncTurn:
         """Starts a turn with the new messages (a text: one message of the user) when the result is first iterated.
 
-        max_tokens 0: to the end of the context. The same turn_id asked again is the same turn. Raises InvalidSampling
-        and InvalidRequest at once for values that no message can hold.
+        Sampling comes as a value, as single fields (`temperature=0.8, seed=7`), or as a value with fields that replace
+        its own. max_tokens 0: to the end of the context. The same turn_id asked again is the same turn. Raises
+        InvalidSampling and InvalidRequest at once for values that no message can hold.
         """
         turn_id = turn_id or self._new_id()
+        sampling = replace(sampling, **fields)
         request = wire.generate_request(
             self.id, turn_id, messages=messages, sampling=sampling, max_tokens=max_tokens, stop=stop
         )

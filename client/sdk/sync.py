@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar, Unpack
 
 from kvferry.client.sdk.aio import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncSession, new_uuid
 from kvferry.client.sdk.events import TurnEvent
@@ -17,6 +17,7 @@ from kvferry.client.sdk.values import (
     Message,
     NodeInfo,
     Sampling,
+    SamplingFields,
     SessionDetails,
     SessionInfo,
 )
@@ -136,9 +137,12 @@ class Session:
         max_tokens: int = 0,
         stop: Sequence[str] = (),
         turn_id: str | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> Turn:
         """See AsyncSession.generate."""
-        turn = self._async.generate(messages, sampling=sampling, max_tokens=max_tokens, stop=stop, turn_id=turn_id)
+        turn = self._async.generate(
+            messages, sampling=sampling, max_tokens=max_tokens, stop=stop, turn_id=turn_id, **fields
+        )
         return Turn(self._loop, turn)
 
     def resume(self, turn_id: str | None = None, *, from_index: int = 0) -> Turn:

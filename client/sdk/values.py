@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypedDict
 
 from kvferry.client.sdk.events import FinishReason, Placed
 
@@ -32,6 +33,20 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of Sampling as keyword arguments."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    repetition_window: int
+    seed: int
+    logprobs: bool
+    top_logprobs: int
 
 
 class TurnState(StrEnum):

@@ -99,10 +99,42 @@ async def test_deleting_again_after_a_lost_reply_is_no_error(client, coordinator
         await client.session("gone").delete()
 
 
-def test_every_code_that_a_client_can_meet_has_its_class():
-    between_our_processes = {"stale_epoch", "stale_coordinator", "lease_lost", "node_id_taken"}
-    for code in status.STATUS_OF.keys() - between_our_processes:
-        assert errors.CLASS_OF[code].code == code
+async def test_sampling_may_come_as_single_fields(client, coordinator):
+    coordinator.scripts = [[started("t"), finished(0)], [started("t"), finished(0)]]
+    coordinator.echo_turn_id = True
+    session = client.session("s")
+    await session.generate("x", temperature=0.5, seed=7).collect()
+    await session.generate("x", sampling=Sampling(seed=1, top_k=3), seed=7).collect()
+    assert [(c.sampling.temperature, c.sampling.top_k, c.sampling.seed) for c in coordinator.calls] == [
+        (0.5, 0, 7),
+        (0, 3, 7),
+    ]
+    with pytest.raises(TypeError, match="temprature"):
+        session.generate("x", temprature=1.0)
+
+
+def test_the_sdk_can_be_imported_from_the_room_itself():
+    from kvferry import client as room
+
+    assert room.Client is Client
+    with pytest.raises(ImportError):
+        from kvferry.client import nonsense  # noqa: F401
+
+
+BETWEEN_OUR_PROCESSES = {"stale_epoch", "stale_coordinator", "lease_lost", "node_id_taken"}
+
+
+@pytest.mark.parametrize("code", sorted(status.STATUS_OF.keys() - BETWEEN_OUR_PROCESSES))
+async def test_every_code_keeps_its_name_and_has_a_kind(client_address, coordinator, code):
+    """A class of its own, or, for a code that is newer than this client, the one of its status."""
+    coordinator.refusals = [Refuse(code)]
+    async with AsyncClient(client_address, patience_s=0) as client:
+        with pytest.raises(errors.ClientError) as caught:
+            await client.nodes()
+    assert caught.value.code == code
+    assert isinstance(caught.value, errors.CLASS_OF.get(code, errors.ClientError))
+    kinds = errors.BadRequest | errors.NotFound | errors.Conflict | errors.NotNow | errors.ServerFault
+    assert isinstance(caught.value, kinds)
 
 
 @pytest.mark.parametrize(
