@@ -41,6 +41,15 @@ EXIT_CODES: Final[dict[str, int]] = {
     "not_regular_file": 32,
     "untrusted_owner": 33,
     "token_prefix_mismatch": 34,
+    "bad_scale": 35,
+    "extension_malformed": 36,
+    "fingerprint_mismatch": 37,
+    "payload_mismatch": 38,
+    "head_digest_mismatch": 50,
+    "block_digest_mismatch": 51,
+    "prefix_digest_mismatch": 52,
+    "orphan_segment": 53,
+    "key_mismatch": 54,
 }
 
 

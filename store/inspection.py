@@ -3,8 +3,10 @@ a bad file."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -13,7 +15,11 @@ from kvferry.store.errors import SnapshotRejected, os_errors_mapped
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry, Rows, TokenIds
 from kvferry.store.memory_rows import MemoryRows
+from kvferry.store.q8 import Q8Rows
 from kvferry.store.reader import RowBuffers, open_regular, open_snapshot, read_exactly
+
+WHOLE_FILES: Final = (vlkv.VERSION_F32, vlkv.VERSION_Q8)
+"""Versions whose files hold a sequence from its first token on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +65,26 @@ def inspect_file(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_
         FieldView(name, offset, raw, _value(name, raw)) for name, offset, raw in vlkv.header_fields(bytes(head))
     )
     expected_bytes = (
-        vlkv.file_bytes(header.geometry, header.file_n_tokens) if header.version == vlkv.VERSION_F32 else None
+        vlkv.file_bytes(header.geometry, header.file_n_tokens, header.version)
+        if header.version in WHOLE_FILES
+        else None
     )
     return Inspection(path, identity.n_bytes, fields, header, expected_bytes, computed, refusal)
 
 
-def judge(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> SnapshotRejected | None:
-    """The refusal that a reader would answer with, None for a good file. Raises SnapshotGone, StoreUnavailable."""
+def judge(
+    fs: FileSystem,
+    path: Path,
+    expected: KvGeometry | None,
+    vocab_size: int | None,
+    versions: Collection[int] = WHOLE_FILES,
+) -> SnapshotRejected | None:
+    """The refusal that a reader of these versions would answer with before it reads rows, None for a good file.
+
+    Raises SnapshotGone, StoreUnavailable.
+    """
     try:
-        with open_snapshot(fs, path, expected) as snapshot:
+        with open_snapshot(fs, path, expected, versions=versions) as snapshot:
             snapshot.check(vocab_size, path.name)
     except SnapshotRejected as error:
         return error
@@ -90,6 +107,28 @@ class Snapshot:
     token_ids: TokenIds
     k: Rows
     v: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Q8Snapshot:
+    """A whole version 2 snapshot in memory: token_ids int32 [n], and its rows."""
+
+    token_ids: TokenIds
+    rows: Q8Rows
+
+
+def load_any(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> Snapshot | Q8Snapshot:
+    """Reads a version 1 or 2 file whole, after every check. Raises as ``load_snapshot`` does."""
+    with (
+        os_errors_mapped("read", path),
+        open_snapshot(fs, path, expected, versions=WHOLE_FILES) as snapshot,
+    ):
+        if snapshot.header.version == vlkv.VERSION_F32:
+            return load_snapshot(fs, path, expected, vocab_size)
+        snapshot.check(vocab_size, path.name)
+        rows = Q8Rows.empty(snapshot.geometry, snapshot.n_tokens)
+        snapshot.restore_q8(snapshot.n_tokens, rows)
+        return Q8Snapshot(snapshot.token_ids(), rows)
 
 
 def load_snapshot(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> Snapshot:

@@ -19,6 +19,7 @@ from kvferry.store import vlkv
 from kvferry.store.errors import NameTaken, SnapshotGone, SnapshotRejected, StoreUnavailable, os_errors_mapped
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry, RowSource, TokenIds
+from kvferry.store.q8 import RECORDS_PER_CALL, Q8Records, Q8Source, check_scales
 from kvferry.store.reader import RowBuffers, after, open_snapshot
 
 # What file systems without hard links say (FAT, some FUSE and SMB mounts).
@@ -118,6 +119,27 @@ def write_snapshot(
             rows.read_rows(layer, segment.start, segment.stop, buffers.k[:n], buffers.v[:n])
             temp.write(buffers.pieces(segment))
     return temp.finish(vlkv.file_bytes(geometry, n_tokens))
+
+
+def write_q8_snapshot(
+    temp: TempFile, geometry: KvGeometry, token_ids: TokenIds, token_hash: int, rows: Q8Source
+) -> int:
+    """Streams a version 2 file into the temp file; returns its inode once the bytes are durable.
+
+    Raises StoreFull, StoreUnavailable, SnapshotRejected(bad_scale) for rows that every reader would refuse.
+    """
+    ids = np.ascontiguousarray(token_ids.astype("<i4", copy=False))
+    header = vlkv.build_header(geometry, len(ids), token_hash, vlkv.VERSION_Q8)
+    temp.write([memoryview(header), ids.data.cast("B")])
+    records = Q8Records(geometry, min(len(ids), RECORDS_PER_CALL))
+    for layer in range(geometry.n_layers):
+        for start in range(0, len(ids), records.n_records):
+            n = min(records.n_records, len(ids) - start)
+            columns = records.columns(n)
+            rows.read_q8(layer, start, start + n, *columns)
+            check_scales(*columns[2:])
+            temp.write([records.bytes(n)])
+    return temp.finish(vlkv.file_bytes(geometry, len(ids), vlkv.VERSION_Q8))
 
 
 def publish(fs: FileSystem, temp: Path, final: Path, inode: int, geometry: KvGeometry, token_ids: TokenIds) -> Outcome:

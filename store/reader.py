@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvferry.store.errors import SnapshotRejected, from_os_error, os_errors_mapp
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry, Rows, RowSink, TokenIds
 from kvferry.store.lcp_index import common_prefix
+from kvferry.store.q8 import RECORDS_PER_CALL, Q8Records, Q8Sink, check_scales
 
 # K and V rows held in memory while a snapshot is read or written. Large enough that a call's overhead vanishes (at 1
 # GB/s it is 8 ms of work), small enough for a board with 2 GiB.
@@ -145,6 +146,25 @@ class SnapshotFile:
                 n = segment.stop - segment.start
                 sink.write_rows(layer, segment.start, buffers.k[:n], buffers.v[:n])
 
+    def restore_q8(self, n_rows: int, sink: Q8Sink) -> None:
+        """Hands the first n_rows of every layer of a version 2 file to the sink, record runs in file order.
+
+        A partial read skips the rest of a layer by whole records, scales included. Raises as ``restore`` does, and
+        SnapshotRejected(bad_scale).
+        """
+        records = Q8Records(self.geometry, min(n_rows, RECORDS_PER_CALL))
+        for layer in range(self.header.n_layers):
+            for start in range(0, n_rows, records.n_records):
+                n = min(records.n_records, n_rows - start)
+                offset = vlkv.q8_record_offset(self.geometry, self.n_tokens, layer, start)
+                read_exactly(self._fs, self._fd, [records.bytes(n)], offset, self.path)
+                columns = records.columns(n)
+                try:
+                    check_scales(*columns[2:])
+                except SnapshotRejected as error:
+                    raise error.at(self.path) from None
+                sink.write_q8(layer, start, *columns)
+
 
 def read_exactly(fs: FileSystem, fd: int, pieces: Sequence[memoryview], offset: int, path: Path) -> None:
     """Fills all pieces from ``offset`` on, going on after short reads. Raises SnapshotRejected(size_mismatch) at an
@@ -197,7 +217,11 @@ def open_regular(
 
 @contextmanager
 def open_snapshot(
-    fs: FileSystem, path: Path, expected: KvGeometry | None, trusted_uids: frozenset[int] | None = None
+    fs: FileSystem,
+    path: Path,
+    expected: KvGeometry | None,
+    trusted_uids: frozenset[int] | None = None,
+    versions: Collection[int] = (vlkv.VERSION_F32,),
 ) -> Iterator[SnapshotFile]:
     """Opens a snapshot and judges its header and size; with ``expected`` also against a model's geometry.
 
@@ -209,7 +233,7 @@ def open_snapshot(
             read_exactly(fs, fd, [memoryview(head)], 0, path)
         try:
             header = vlkv.parse_header(memoryview(head))
-            vlkv.check_header(header, identity.n_bytes, expected)
+            vlkv.check_header(header, identity.n_bytes, expected, versions)
         except SnapshotRejected as error:
             raise error.at(path) from None
         yield SnapshotFile(fs, fd, path, header, identity)

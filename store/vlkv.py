@@ -7,7 +7,7 @@ The format document is docs/format.md. Nothing here opens a file or allocates by
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ from kvferry.store.geometry import KvGeometry, TokenIds
 
 MAGIC: Final = b"VKLV"  # the u32 0x564C4B56, little-endian
 VERSION_F32: Final = 1
+VERSION_Q8: Final = 2
 HEADER_BYTES: Final = 64
 ID_BYTES: Final = 4
 VALUE_BYTES: Final = 4
@@ -106,16 +107,23 @@ def token_bytes(geometry: KvGeometry) -> int:
     return ID_BYTES + geometry.n_layers * 2 * VALUE_BYTES * geometry.kv_dim
 
 
-def file_bytes(geometry: KvGeometry, n_tokens: int) -> int:
-    """Size of a version 1 file to the byte; Python integers, so no 32-bit wrap."""
+def q8_record_bytes(geometry: KvGeometry) -> int:
+    """Bytes of one token in one layer of a version 2 file: K and V as int8, then a float32 scale per head of each."""
+    return 2 * geometry.kv_dim + 2 * VALUE_BYTES * geometry.n_kv_heads
+
+
+def file_bytes(geometry: KvGeometry, n_tokens: int, version: int = VERSION_F32) -> int:
+    """Size of a version 1 or 2 file to the byte; Python integers, so no 32-bit wrap."""
+    if version == VERSION_Q8:
+        return HEADER_BYTES + n_tokens * (ID_BYTES + geometry.n_layers * q8_record_bytes(geometry))
     return HEADER_BYTES + n_tokens * token_bytes(geometry)
 
 
-def build_header(geometry: KvGeometry, n_tokens: int, token_hash: int) -> bytes:
-    """The 64 bytes of a version 1 header."""
+def build_header(geometry: KvGeometry, n_tokens: int, token_hash: int, version: int = VERSION_F32) -> bytes:
+    """The 64 bytes of a version 1 or 2 header."""
     return _HEADER.pack(
         MAGIC,
-        VERSION_F32,
+        version,
         geometry.n_layers,
         geometry.n_kv_heads,
         geometry.head_dim,
@@ -141,18 +149,20 @@ def header_fields(data: bytes | memoryview) -> Iterator[tuple[str, int, bytes]]:
         yield name, offset, bytes(data[offset : offset + size])
 
 
-def check_header(header: Header, actual_bytes: int, expected: KvGeometry | None) -> None:
+def check_header(
+    header: Header, actual_bytes: int, expected: KvGeometry | None, versions: Collection[int] = (VERSION_F32,)
+) -> None:
     """Judges a header against itself, against the model's geometry, and against the size of the file, in this order.
 
     Raises SnapshotRejected for the first thing that is wrong. Without ``expected`` the fields are held against bounds
-    instead.
+    instead. ``versions`` are those that the caller can read.
     """
-    _check_constants(header)
+    _check_constants(header, versions)
     _check_fields(header)
     if expected is not None:
         _check_geometry(header, expected)
     _check_bounds(header)
-    size = file_bytes(header.geometry, header.file_n_tokens)
+    size = file_bytes(header.geometry, header.file_n_tokens, header.version)
     if size != actual_bytes:
         raise SnapshotRejected(
             "size_mismatch",
@@ -164,11 +174,12 @@ def check_header(header: Header, actual_bytes: int, expected: KvGeometry | None)
         )
 
 
-def _check_constants(header: Header) -> None:
+def _check_constants(header: Header, versions: Collection[int]) -> None:
     if header.magic != MAGIC:
         raise SnapshotRejected("bad_magic", f"it starts with {header.magic.hex(' ')}, not {MAGIC.hex(' ')}")
-    if header.version != VERSION_F32:
-        raise SnapshotRejected("bad_version", f"version {header.version}; this program reads version {VERSION_F32}")
+    if header.version not in versions:
+        readable = " and ".join(str(version) for version in versions)
+        raise SnapshotRejected("bad_version", f"version {header.version}, where version {readable} can be used")
     if header.fmt != 0:
         raise SnapshotRejected("bad_fmt", f"payload format {header.fmt}, not 0")
     if any(header.reserved):
@@ -243,6 +254,11 @@ def ids_offset() -> int:
 def layer_offset(geometry: KvGeometry, n_tokens: int, layer: int) -> int:
     """Where a layer's first K row begins in a file of n_tokens."""
     return HEADER_BYTES + ID_BYTES * n_tokens + layer * n_tokens * 2 * VALUE_BYTES * geometry.kv_dim
+
+
+def q8_record_offset(geometry: KvGeometry, n_tokens: int, layer: int, row: int) -> int:
+    """Where a token's record of a layer begins in a version 2 file of n_tokens."""
+    return HEADER_BYTES + ID_BYTES * n_tokens + (layer * n_tokens + row) * q8_record_bytes(geometry)
 
 
 def segments(geometry: KvGeometry, n_tokens: int, n_rows: int, layer: int, max_rows: int) -> Iterator[Segment]:

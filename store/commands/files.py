@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from kvferry.store import vlkv
@@ -22,7 +24,8 @@ from kvferry.store.commands.shared import (
 from kvferry.store.errors import SnapshotRejected, StoreUnavailable
 from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry, Rows
-from kvferry.store.inspection import Inspection, inspect_file, load_snapshot
+from kvferry.store.inspection import WHOLE_FILES, Inspection, Q8Snapshot, Snapshot, inspect_file, load_any
+from kvferry.store.q8 import Scales, Values
 from kvferry.store.reader import RowBuffers, open_snapshot
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
@@ -87,6 +90,9 @@ class _NonFiniteCounter:
     def write_rows(self, layer: int, start: int, k: Rows, v: Rows) -> None:  # noqa: ARG002 -- a sink's signature
         self.n_not_finite += sum(int(np.count_nonzero(~np.isfinite(rows))) for rows in (k, v))
 
+    def write_q8(self, layer: int, start: int, k: Values, v: Values, k_scale: Scales, v_scale: Scales) -> None:
+        """int8 values are always finite, and scales that are not have been refused."""
+
 
 @click.command()
 @_FILE
@@ -95,8 +101,8 @@ class _NonFiniteCounter:
 def verify(file: Path, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool) -> None:
     """Judge a snapshot as a node would, and read it to the end.
 
-    Version 1 has no checksum over its rows: a flipped bit in them cannot be noticed. Values that are not finite are
-    counted.
+    Versions 1 and 2 have no checksum over their rows: a flipped bit in them cannot be noticed. Values that are not
+    finite are counted; scales of version 2 that are not finite are refused.
     """
     refusal, n_tokens, not_finite = None, None, None
     try:
@@ -115,9 +121,12 @@ def verify(file: Path, model: str | None, geometry: str | None, vocab_size: int 
 
 def _read_through(file: Path, expected: KvGeometry | None, vocab_size: int | None) -> tuple[int, int]:
     counter = _NonFiniteCounter()
-    with open_snapshot(PosixFileSystem(), file, expected) as snapshot:
+    with open_snapshot(PosixFileSystem(), file, expected, versions=WHOLE_FILES) as snapshot:
         snapshot.check(vocab_size, file.name)
-        snapshot.restore(snapshot.n_tokens, counter, RowBuffers(snapshot.geometry))
+        if snapshot.header.version == vlkv.VERSION_Q8:
+            snapshot.restore_q8(snapshot.n_tokens, counter)
+        else:
+            snapshot.restore(snapshot.n_tokens, counter, RowBuffers(snapshot.geometry))
         return snapshot.n_tokens, counter.n_not_finite
 
 
@@ -131,18 +140,38 @@ def _read_through(file: Path, expected: KvGeometry | None, vocab_size: int | Non
 def dump(
     file: Path, output: Path, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool
 ) -> None:
-    """Write a snapshot's rows as arrays: token_ids int32 [n], k and v float32 [layers, n, kv_dim]. Takes its size in
-    memory."""
+    """Write a snapshot's rows as arrays. Takes its size in memory.
+
+    Version 1: token_ids int32 [n], k and v float32 [layers, n, kv_dim]. Version 2: token_ids, k_q8 and v_q8 int8
+    [layers, n, kv_dim], k_scale and v_scale float32 [layers, n, kv_heads].
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    rows = load_snapshot(PosixFileSystem(), file, *parts(chosen_shape(model, geometry, vocab_size)))
+    arrays = dumped_arrays(load_any(PosixFileSystem(), file, *parts(chosen_shape(model, geometry, vocab_size))))
     try:
-        save_file({"token_ids": rows.token_ids, "k": rows.k, "v": rows.v}, output)  # by a temporary file of its own
+        save_file(arrays, output)  # by a temporary file of its own
     except (OSError, SafetensorError) as error:
         raise StoreUnavailable(f"cannot write {output}: {error}", op="write", path=output) from error
-    facts = {"file": str(file), "output": str(output), "n_tokens": len(rows.token_ids), "shape": list(rows.k.shape)}
+    names = sorted(arrays.keys() - {"token_ids"})
+    shape = list(arrays[names[0]].shape)
+    facts = {"file": str(file), "output": str(output), "n_tokens": len(arrays["token_ids"]), "shape": shape}
     if as_json:
         print_json(facts)
     else:
-        click.echo(f"{output}: token_ids [{len(rows.token_ids)}], k and v {list(rows.k.shape)}")
+        rows = " and ".join(name for name in names if "scale" not in name)
+        click.echo(f"{output}: token_ids [{len(arrays['token_ids'])}], {rows} {shape}")
+
+
+def dumped_arrays(snapshot: Snapshot | Q8Snapshot) -> dict[str, NDArray[Any]]:
+    """The arrays of a dump, by key."""
+    if isinstance(snapshot, Snapshot):
+        return {"token_ids": snapshot.token_ids, "k": snapshot.k, "v": snapshot.v}
+    rows = snapshot.rows
+    return {
+        "token_ids": snapshot.token_ids,
+        "k_q8": rows.k,
+        "v_q8": rows.v,
+        "k_scale": rows.k_scale,
+        "v_scale": rows.v_scale,
+    }

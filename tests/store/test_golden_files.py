@@ -76,7 +76,7 @@ def test_part_of_a_good_file_is_read_to_the_oracles_rows(
 def test_a_malformed_file_is_refused_for_the_manifests_reason(
     case: dict[str, Any], golden_geometry: KvGeometry
 ) -> None:
-    refusal = judge(PosixFileSystem(), GOLDEN / case["file"], golden_geometry, VOCAB)
+    refusal = judge(PosixFileSystem(), GOLDEN / case["file"], golden_geometry, VOCAB, versions=(1,))
     assert refusal is not None
     assert f"refuse:{refusal.reason}" == case["reference_reader"]
     assert refusal.exit_code == EXIT_CODES[refusal.reason]
