@@ -1,0 +1,237 @@
+"""Every kernel against the definition of its arithmetic, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from numba import njit
+from numpy.typing import NDArray
+
+from kvferry.engine.files.gguf_file import GgufTensor
+from kvferry.engine.kernels import definition
+from kvferry.engine.kernels import intrinsics as kernels
+from kvferry.engine.kernels.layout import (
+    QUANT_BLOCK,
+    WEIGHTS_Q4,
+    WEIGHTS_Q8,
+    activation_row_bytes,
+    weight_block_bytes,
+)
+from kvferry.engine.kernels.linear import GROUP_ROWS, UNIT_ROWS, linear, unpack_row
+from kvferry.engine.packing import aligned_empty, half_split_rows, pack_tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerformanceWarning")
+KINDS = {"q4_1": WEIGHTS_Q4, "q4_0": WEIGHTS_Q4, "q8_0": WEIGHTS_Q8}
+
+
+@njit
+def run_norm(x, weight, n_blocks, epsilon, row):
+    kernels.norm_quantise(x, weight, n_blocks, epsilon, row)
+
+
+@njit
+def run_gated(gate, up, row, n_blocks, block):
+    kernels.gated_quantise(gate, up, row, n_blocks, block)
+
+
+@njit
+def run_rope(x, table, half, scale, out):
+    kernels.rope(x, table, half, scale, out)
+
+
+@njit
+def run_softmax(n_valid, scores, maximum, rescale, sums):
+    kernels.softmax_step(n_valid, scores, maximum, rescale, sums)
+
+
+def address(array: NDArray) -> int:
+    return array.ctypes.data
+
+
+def same_bits(a: NDArray, b: NDArray) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+class ActivationRows:
+    """Quantised rows in memory as the kernels lay them out."""
+
+    def __init__(self, n_rows: int, n_elements: int) -> None:
+        self.n_blocks = n_elements // QUANT_BLOCK
+        self.stride = activation_row_bytes(n_elements)
+        self.bytes = aligned_empty(n_rows * self.stride).reshape(n_rows, self.stride)
+
+    def row(self, i: int) -> int:
+        return address(self.bytes) + i * self.stride
+
+    @property
+    def values(self) -> NDArray[np.int8]:
+        return self.bytes[:, : self.n_blocks * 32].view(np.int8)
+
+    @property
+    def scales(self) -> NDArray[np.float32]:
+        return self.bytes[:, self.n_blocks * 32 : self.n_blocks * 40].view(np.float32)
+
+    @property
+    def offsets(self) -> NDArray[np.int32]:
+        return self.bytes[:, self.n_blocks * 40 : self.n_blocks * 44].view(np.int32)
+
+    def hold(self, x: NDArray[np.float32]) -> None:
+        """Check that these rows are exactly the quantised x."""
+        values, scale = definition.quantise(x)
+        sums = values.reshape(len(x), -1, 32).astype(np.int32).sum(axis=-1)
+        assert same_bits(self.values, values)
+        assert same_bits(self.scales[:, ::2], scale)
+        assert same_bits(self.scales[:, 1::2], scale * sums.astype(np.float32))
+        assert np.array_equal(self.offsets, -128 * sums)
+
+
+def quantised(x: NDArray[np.float32]) -> ActivationRows:
+    """x as activation rows, by way of a norm that changes nothing but the scale of a row."""
+    rows = ActivationRows(*x.shape)
+    values, scale = definition.quantise(x)
+    sums = values.reshape(len(x), -1, 32).astype(np.int32).sum(axis=-1)
+    rows.values[:] = values
+    rows.scales[:, ::2] = scale
+    rows.scales[:, 1::2] = scale * sums.astype(np.float32)
+    rows.offsets[:] = -128 * sums
+    return rows
+
+
+def weights(kind: str, n_rows: int, n_cols: int, seed: int = 1) -> tuple[GgufTensor, NDArray, NDArray, NDArray | None]:
+    """A random tensor with its integers, scales and minima."""
+    x = np.random.default_rng(seed).standard_normal((n_rows, n_cols)).astype(np.float32)
+    data = quants.quantize(x, GGMLQuantizationType[kind.upper()]).view(np.uint8).reshape(n_rows, -1)
+    blocks = data.reshape(n_rows, n_cols // 32, -1)
+    d = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
+    if kind == "q8_0":
+        return GgufTensor("w", (n_rows, n_cols), kind, data), blocks[..., 2:].view(np.int8).reshape(n_rows, -1), d, None
+    head = 4 if kind == "q4_1" else 2
+    q = np.concatenate([blocks[..., head:] & 15, blocks[..., head:] >> 4], axis=-1).reshape(n_rows, -1)
+    m = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0].astype(np.float32) if head == 4 else -8 * d
+    return GgufTensor("w", (n_rows, n_cols), kind, data), q, d, m
+
+
+def packed(tensor: GgufTensor) -> NDArray[np.uint8]:
+    n_rows, n_cols = tensor.shape
+    n_groups = -(-n_rows // UNIT_ROWS) * UNIT_ROWS // GROUP_ROWS
+    shape = (n_groups, n_cols // 32, weight_block_bytes(KINDS[tensor.kind], GROUP_ROWS))
+    out = aligned_empty(int(np.prod(shape))).reshape(shape)
+    pack_tensor(tensor, np.arange(n_rows), out)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 6, 7, 9, 13])
+def test_a_linear_layer(kind: str, n_tokens: int) -> None:
+    tensor, q, d, m = weights(kind, 160, 192)
+    x = np.random.default_rng(n_tokens).standard_normal((n_tokens, 192)).astype(np.float32)
+    x[0, 64:96] = 0  # a block of zeros has scale 0
+    rows, w = quantised(x), packed(tensor)
+    y = np.full((n_tokens, 160), 7, np.float32)
+    args = (KINDS[kind], address(w), 6, 0, 5, rows.row(0), rows.stride, n_tokens, address(y), 160 * 4)
+    linear(*args, 0)
+    expected = definition.linear(x, q, d, m)
+    assert same_bits(y, expected)
+    linear(*args, 1)
+    assert same_bits(y, expected + expected)
+
+
+def test_extreme_integers_stay_exact() -> None:
+    n = 64
+    data = np.zeros((32, n // 32, 34), np.uint8)
+    data[..., :2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
+    data[..., 2:] = np.int8(-128).view(np.uint8)
+    tensor = GgufTensor("w", (32, n), "q8_0", data.reshape(32, -1))
+    x = np.full((1, n), 127, np.float32)
+    rows, w, y = quantised(x), packed(tensor), np.empty((1, 32), np.float32)
+    linear(WEIGHTS_Q8, address(w), 2, 0, 1, rows.row(0), rows.stride, 1, address(y), 128, 0)
+    assert np.all(y == -128 * 127 * n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_embedding_row(kind: str) -> None:
+    tensor, q, d, m = weights(kind, 96, 64)
+    w, y = packed(tensor), np.empty(64, np.float32)
+    for row in (0, 17, 95):
+        unpack_row(KINDS[kind], address(w), 2, row, address(y))
+        expected = np.repeat(d[row], 32) * q[row].astype(np.float32)
+        assert same_bits(y, expected if m is None else expected + np.repeat(m[row], 32))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e15])
+def test_norm_and_quantisation(scale: float) -> None:
+    random = np.random.default_rng(3)
+    x = (random.standard_normal((1, 576)) * scale).astype(np.float32)
+    weight = random.standard_normal(576).astype(np.float32)
+    rows = ActivationRows(1, 576)
+    run_norm(address(x), address(weight), 18, np.float32(1e-5), rows.row(0))
+    rows.hold(definition.rms_norm(x, weight, 1e-5))
+
+
+def test_a_row_of_zeros_quantises_to_zeros() -> None:
+    x, rows = np.zeros((1, 64), np.float32), ActivationRows(1, 64)
+    run_norm(address(x), address(x), 2, np.float32(1e-5), rows.row(0))
+    assert not rows.values.any()
+    assert not rows.scales.any()
+
+
+def test_the_gate() -> None:
+    random = np.random.default_rng(4)
+    gate = (random.standard_normal((1, 32)) * 40).astype(np.float32)
+    gate[0, :4] = [-200.0, 200.0, 0.0, -0.0]
+    up = random.standard_normal((1, 32)).astype(np.float32)
+    rows = ActivationRows(1, 32)
+    run_gated(address(gate), address(up), rows.row(0), 1, 0)
+    rows.hold(definition.silu(gate) * up)
+
+
+def test_rope() -> None:
+    random = np.random.default_rng(5)
+    x = random.standard_normal(64).astype(np.float32)
+    table = random.standard_normal((2, 32)).astype(np.float32)
+    out = np.empty_like(x)
+    run_rope(address(x), address(table), 32, np.float32(0.3), address(out))
+    assert same_bits(out, definition.rope(x, table[0], table[1], 0.3))
+
+
+@pytest.mark.parametrize("n_valid", [1, 5, 31, 32])
+def test_the_softmax_step(n_valid: int) -> None:
+    random = np.random.default_rng(n_valid)
+    scores = (random.standard_normal(32) * 5).astype(np.float32)
+    before, sums = scores.copy(), random.random(32).astype(np.float32)
+    scores[n_valid:] = np.nan  # stale rows
+    state = np.array([0.25, 0], np.float32)
+    old_sums = sums.copy()
+    run_softmax(n_valid, address(scores), address(state), address(state) + 4, address(sums))
+    new = max(np.float32(0.25), before[:n_valid].max())
+    rescale = definition.exp(np.array([np.float32(0.25) - new], np.float32))
+    expected = np.zeros(32, np.float32)
+    expected[:n_valid] = definition.exp(before[:n_valid] - new)
+    assert same_bits(scores, expected)
+    assert same_bits(state, np.array([new, rescale[0]], np.float32))
+    assert same_bits(sums, definition.fma(old_sums, rescale, expected))
+
+
+def test_a_maximum_that_does_not_rise_rescales_by_exactly_one() -> None:
+    assert definition.exp(np.zeros(1, np.float32))[0] == 1
+    scores, sums, state = np.zeros(32, np.float32), np.zeros(32, np.float32), np.array([1, 0], np.float32)
+    run_softmax(32, address(scores), address(state), address(state) + 4, address(sums))
+    assert state.tolist() == [1, 1]
+
+
+def test_exp_is_accurate() -> None:
+    x = np.linspace(-80, 80, 20_001).astype(np.float32)
+    truth = np.exp(x.astype(np.float64))
+    assert np.max(np.abs(definition.exp(x) - truth) / truth) < 1.5e-7
+
+
+def test_the_definitions_fma_rounds_once() -> None:
+    a, b = np.float32(1 + 2**-12), np.float32(1 + 2**-12)
+    exact = 1 + 2**-11 + 2**-24
+    assert definition.fma(a, b, np.float32(2**-80)) == np.float32(np.nextafter(np.float64(exact), 2))
+    assert definition.fma(a, b, np.float32(-(2**-80))) == np.float32(np.nextafter(np.float64(exact), 0))
+
+
+def test_rope_pairs_of_a_file_become_half_split() -> None:
+    assert half_split_rows(8, 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
