@@ -56,6 +56,12 @@ class InvalidMessage(EngineError):
     code: ClassVar[str] = "invalid_message"
 
 
+class InvalidImage(EngineError):
+    """An image that is damaged, of another kind than the supported ones, or beyond the limits."""
+
+    code: ClassVar[str] = "invalid_image"
+
+
 class ContextExceeded(EngineError):
     """More tokens than the context length holds."""
 
