@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,17 @@ def golden() -> Path:
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct in the user's cache, fetched by the product's own code when it is not there yet."""
     return fetch_model("smollm2-135m").path
+
+
+@pytest.fixture(scope="session")
+def recorded(golden: Path) -> Callable[[str], Path]:
+    """The folder of a model with recorded answers: the large collection beside the project, or the few kept here."""
+    collection = Path(__file__).parents[2] / "shared" / "oracle"
+
+    def find(name: str) -> Path:
+        for folder in (collection / name, golden / name):
+            if folder.is_dir():
+                return folder
+        pytest.skip(f"{name} is not among the few recorded models kept here, and there is no {collection}")
+
+    return find

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from kvferry.engine.errors import ModelInvalid, UnsupportedArchitecture
-
-_JSON_BYTES_MAX: Final = 1 << 26  # the largest published tokenizer.json has 35 MB
+from kvferry.engine.files.checkpoint_config import stated_end_token_ids
+from kvferry.engine.files.fields import JSON_BYTES_MAX, parse_json, read_bytes, read_json, read_json_if_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,8 @@ class FolderText:
 
 def read_folder(folder: Path) -> FolderText:
     """Read a folder's text part. Raises ModelInvalid, or UnsupportedArchitecture when it is not byte-level BPE."""
-    raw = _read(folder / "tokenizer.json")
-    description = _parse(folder / "tokenizer.json", raw)
+    raw = read_bytes(folder / "tokenizer.json", JSON_BYTES_MAX)
+    description = parse_json(folder / "tokenizer.json", raw)
     if (description.get("decoder") or {}).get("type") != "ByteLevel":
         raise UnsupportedArchitecture(
             f"{folder}: its tokenizer is not byte-level BPE, which is the only kind supported"
@@ -39,8 +38,8 @@ def read_folder(folder: Path) -> FolderText:
         tokenizer = Tokenizer.from_buffer(raw)
     except Exception as error:  # the library raises nothing narrower
         raise ModelInvalid(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
-    settings = _parse(folder / "tokenizer_config.json", _read(folder / "tokenizer_config.json"))
-    config = _optional(folder / "config.json")
+    settings = read_json(folder / "tokenizer_config.json", JSON_BYTES_MAX)
+    config = read_json_if_there(folder / "config.json")
     special_tokens = _special_tokens(settings)
     return FolderText(
         tokenizer=tokenizer,
@@ -49,7 +48,7 @@ def read_folder(folder: Path) -> FolderText:
         literal_ids=sorted(tokenizer.get_added_tokens_decoder()),
         template=_template(folder, settings),
         special_tokens=special_tokens,
-        end_token_ids=_end_token_ids(folder, config, tokenizer, special_tokens),
+        end_token_ids=_end_token_ids(folder, tokenizer, special_tokens),
     )
 
 
@@ -68,7 +67,7 @@ def _entries(tokenizer: Tokenizer, config: dict[str, Any]) -> list[str | None]:
 def _template(folder: Path, settings: dict[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return _read(file).decode("utf-8", "replace")
+        return read_bytes(file, JSON_BYTES_MAX).decode("utf-8", "replace")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -88,41 +87,10 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _end_token_ids(
-    folder: Path, config: dict[str, Any], tokenizer: Tokenizer, special_tokens: dict[str, str]
-) -> tuple[int, ...]:
-    """generation_config.json is the authority, then config.json, then the tokenizer's own end-of-sequence token."""
-    for source in (_optional(folder / "generation_config.json"), config):
-        value = source.get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        if value is not None and all(isinstance(token_id, int) for token_id in ids):
-            return tuple(dict.fromkeys(ids))
+def _end_token_ids(folder: Path, tokenizer: Tokenizer, special_tokens: dict[str, str]) -> tuple[int, ...]:
+    """What the model's own files state, else the tokenizer's end-of-sequence token."""
+    stated = stated_end_token_ids(folder)
+    if stated is not None:
+        return stated
     token_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
     return () if token_id is None else (token_id,)
-
-
-def _optional(path: Path) -> dict[str, Any]:
-    return _parse(path, _read(path)) if path.is_file() else {}
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            body = file.read(_JSON_BYTES_MAX + 1)
-    except OSError as error:
-        raise ModelInvalid(
-            f"{path} cannot be read ({error.strerror}), so {path.parent} is not a model folder"
-        ) from error
-    if len(body) > _JSON_BYTES_MAX:
-        raise ModelInvalid(f"{path} is larger than the limit of {_JSON_BYTES_MAX} bytes")
-    return body
-
-
-def _parse(path: Path, body: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ModelInvalid(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelInvalid(f"{path} is not a JSON object")
-    return value

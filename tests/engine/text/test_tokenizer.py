@@ -148,7 +148,7 @@ def test_the_digest_changes_with_the_tokenizer_and_with_the_template(
 @pytest.mark.parametrize(
     ("name", "body", "error", "reason"),
     [
-        ("tokenizer.json", None, ModelInvalid, r"tokenizer\.json cannot be read"),
+        ("tokenizer.json", None, ModelInvalid, r"has no tokenizer\.json"),
         ("tokenizer.json", "{", ModelInvalid, "is not JSON"),
         ("tokenizer.json", "[]", ModelInvalid, "is not a JSON object"),
         ("tokenizer.json", '{"decoder": {"type": "ByteLevel"}}', ModelInvalid, "is not a tokenizer"),
