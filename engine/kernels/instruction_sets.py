@@ -168,7 +168,7 @@ class InstructionSet:
     """One way to emit the kernels.
 
     ``group_rows``: weight rows per group, one per lane. ``float_lanes``: lanes of a float32 register. ``pin_class``:
-    the inline-asm register class for pinning integer accumulators, or None where LLVM's own schedule does not spill.
+    the inline-asm register class for pinning integer accumulators (ir_tools.pin), None to leave order to LLVM.
     """
 
     name: str
@@ -182,10 +182,10 @@ class InstructionSet:
 
 
 INSTRUCTION_SETS: Final = {
-    "avx512vnni": InstructionSet("avx512vnni", Vnni(16), 16, 16, None, 6, 2, 12),
-    "avxvnni": InstructionSet("avxvnni", Vnni(8), 8, 8, None, 4, 2, 3),
+    "avx512vnni": InstructionSet("avx512vnni", Vnni(16), 16, 16, "v", 6, 2, 12),
+    "avxvnni": InstructionSet("avxvnni", Vnni(8), 8, 8, "x", 4, 2, 3),
     "avx2": InstructionSet("avx2", Avx2(), 8, 8, "x", 4, 2, 3),
-    "neon-dotprod": InstructionSet("neon-dotprod", NeonDot(), 8, 4, None, 4, 2, 3),
+    "neon-dotprod": InstructionSet("neon-dotprod", NeonDot(), 8, 4, "w", 4, 2, 3),
     "generic": InstructionSet("generic", GenericDot(), 8, 8, None, 4, 2, 3),
 }
 

@@ -190,7 +190,9 @@ def keep_order(builder: Builder) -> None:
 
 
 def pin(builder: Builder, value: Value, register_class: str) -> Value:
-    """The same value, behind a point that loads and this value's computation cannot cross (see keep_order)."""
+    """The same value (or tuple of values), behind a point that loads and its computation cannot cross."""
+    if isinstance(value, tuple):
+        return tuple(pin(builder, part, register_class) for part in value)
     kind = ir.FunctionType(value.type, [value.type])
     asm = ir.InlineAsm(kind, "", f"={register_class},0,~{{memory}}", side_effect=True)
     return builder.call(asm, [value])

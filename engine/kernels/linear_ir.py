@@ -113,7 +113,7 @@ def _block_dots(
             activations = dot.broadcast(builder, t.beyond(builder, values[n], 4 * k_group))
             for g in range(tile.n_groups):
                 totals[g][n] = dot.step(builder, kind, totals[g][n], prepared[g], activations)
-        if isa.pin_class and kind == WEIGHTS_Q4 and tile.n_groups * tile.n_tokens >= 4 and tile.n_tokens > 1:
+        if isa.pin_class:
             for g in range(tile.n_groups):
                 totals[g] = [t.pin(builder, total, isa.pin_class) for total in totals[g]]
 
