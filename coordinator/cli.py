@@ -21,6 +21,11 @@ def coordinator() -> None:
 @click.option("--state", type=click.Path(path_type=Path), help="Its own folder, on a local disk.")
 @click.option("--store", type=click.Path(path_type=Path), help="The shared snapshot folder; read only here.")
 @click.option("--lease", type=float, help="Seconds of silence after which a node has lost its turns. [default: 3]")
+@click.option(
+    "--generation",
+    type=click.IntRange(min=0),
+    help="Be at least this generation, if nodes remember a newer coordinator that is gone for good.",
+)
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written with address and pid when it serves.")
 @click.option("--config", "config", type=click.Path(path_type=Path), help="Settings in TOML.")
 @click.option(

@@ -35,7 +35,7 @@ def history_of(turns: Sequence[TurnRecord]) -> list[ChatMessage]:
 
 
 class ModelAnswerText:
-    """``turn.AnswerText`` over the model's tokenizer, for one answer."""
+    """``turn_events.AnswerText`` over the model's tokenizer, for one answer."""
 
     def __init__(self, model: TextModel, stops: Sequence[str]) -> None:
         self._model = model

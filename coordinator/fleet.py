@@ -7,7 +7,10 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
+from kvferry.coordinator.forecasts import Awaiting, Forecasts
 from kvferry.coordinator.membership import Load, LostNode, Member, Membership, Node, NodeState
+from kvferry.coordinator.prediction import Prediction
+from kvferry.coordinator.registry import TokenArray
 from kvferry.coordinator.routing import View
 from kvferry.coordinator.tasks import Bell
 
@@ -20,6 +23,7 @@ class Fleet:
         # Six beats a lease: half a lease, the suspicion, is three beats missed.
         self.heartbeat_seconds = lease_seconds / 6
         self.changed = Bell()
+        self.forecasts = Forecasts()
         self._clock = clock
         self._membership = Membership(lease_seconds, self.heartbeat_seconds / 2, stall_seconds)
         self._n_placed: Counter[str] = Counter()
@@ -34,6 +38,8 @@ class Fleet:
     def heartbeat(self, node_id: str, boot_id: str, load: Load, resident: Mapping[str, int], *, draining: bool) -> bool:
         """False when the node has to register (again)."""
         known = self._membership.heartbeat(node_id, boot_id, load, resident, draining, self._clock())
+        if known and (member := self._membership.member(node_id, self._clock())) is not None:
+            self.forecasts.heard(member.node, resident)
         self._ring_if_states_changed()
         return known
 
@@ -45,22 +51,39 @@ class Fleet:
         self._membership.stream_broke(node.node_id, node.boot_id)
         self.changed.ring()
 
-    def note_resident(self, node: Node, session_id: str, n_rows: int) -> None:
-        self._membership.note_resident(node.node_id, node.boot_id, session_id, n_rows)
+    def note_resident(self, node: Node, session_id: str, token_ids: TokenArray) -> None:
+        """The node holds the rows of these tokens, int32 [n]; known before its next heartbeat says so."""
+        self._membership.note_resident(node.node_id, node.boot_id, session_id, len(token_ids))
+        self.forecasts.remembers(node, session_id, token_ids)
 
     def members(self) -> tuple[Member, ...]:
         return self._membership.members(self._clock())
 
-    def view(self, n_stored: Mapping[str, int]) -> View:
-        return View(members=self.members(), n_placed=self._n_placed, n_stored=n_stored)
+    def boots(self, *states: NodeState) -> set[str]:
+        """The boots of all nodes in these states."""
+        return {member.node.boot_id for member in self.members() if member.state in states}
+
+    def view(self, n_stored: Mapping[str, int], token_ids: TokenArray) -> View:
+        """For a request with these tokens, int32 [n]."""
+        members = self.members()
+        nodes = [member.node for member in members]
+        return View(
+            members=members,
+            n_placed=self._n_placed,
+            n_stored=n_stored,
+            n_shared=self.forecasts.shared(nodes, token_ids),
+            forecasts=self.forecasts.of(nodes, self._clock()),
+        )
 
     @contextlib.contextmanager
-    def placement(self, node: Node) -> Iterator[None]:
+    def placement(self, node: Node, prediction: Prediction) -> Iterator[Awaiting]:
         """Counts a turn as the node's for as long as it is there."""
+        awaiting = self.forecasts.placed(node, prediction, self._n_placed[node.node_id], self._clock())
         self._n_placed[node.node_id] += 1
         try:
-            yield
+            yield awaiting
         finally:
+            self.forecasts.over(awaiting, self._clock())
             self._n_placed[node.node_id] -= 1
             self._n_placed += Counter()  # drops zeros
 

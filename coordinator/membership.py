@@ -53,6 +53,7 @@ class Load:
     tokens_generated: int = 0
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
+    restore_bytes_per_second: float = 0.0
     store_ok: bool = True
     # Since the engine last finished a step while it had work; 0 when idle.
     stalled_seconds: float = 0.0
@@ -72,6 +73,8 @@ class Node:
     max_running: int = 0
     n_threads: int = 0
     kernel_path: str = ""
+    # Of one token's K and V in all layers.
+    bytes_per_row: int = 0
     load: Load = Load()
     # session_id -> rows in the node's memory
     resident: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -178,6 +181,11 @@ class Membership:
     def members(self, now_s: float) -> tuple[Member, ...]:
         """Everyone known, by node id."""
         return tuple(self._member(entry, now_s) for _, entry in sorted(self._entries.items()))
+
+    def member(self, node_id: str, now_s: float) -> Member | None:
+        """One of them."""
+        entry = self._entries.get(node_id)
+        return None if entry is None else self._member(entry, now_s)
 
     def why_lost(self, node_id: str, boot_id: str, now_s: float) -> LostNode | None:
         """Why turns on this boot have to move, or None when they may stay."""

@@ -139,6 +139,10 @@ class Registry(Protocol):
     def generation(self) -> int:
         """Raised durably each time the registry is opened."""
 
+    @property
+    def is_new(self) -> bool:
+        """Nothing was kept in it before."""
+
     async def close(self) -> None: ...
 
     async def create_session(self, session: SessionRecord) -> None:

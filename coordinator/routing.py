@@ -1,16 +1,34 @@
 """Which node answers: a pure decision over what is known, with a reason for every node.
 
-The rule of this version: among the nodes that may take the turn, the one with the longest prefix in its memory, where
-that saves something over the shared store; then the longest prefix in the store; then the least loaded one; then the
-lowest id.
+Among the nodes that may take the turn, the one that is predicted to show the first token soonest (``prediction.py``);
+among equals the least loaded one, then the lowest id. So a long prefix on a busy node competes with a short one on an
+idle node, and a fast board with a slow one, in the same unit: seconds.
+
+A prediction is no reason to let one node starve another: a node with turns in its queue is passed over while another
+that may take the turn has ``MAX_QUEUE_LEAD`` fewer of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from kvferry.coordinator.membership import Member, NodeState
+from kvferry.coordinator.prediction import (
+    DEFAULT_MAX_RUNNING,
+    Forecast,
+    Prediction,
+    RowSources,
+    forecast_of,
+    predict,
+)
+
+MAX_QUEUE_LEAD: Final = 2
+"""Turns; promise 24: no node idles while another one queues more than two."""
+
+MAX_CANDIDATES_KEPT: Final = 32
+"""Per placement, in its record and in the event to the client: a fleet of thousands would write half a megabyte."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +56,10 @@ class View:
     n_placed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # fingerprint -> tokens of this request that the shared store could restore.
     n_stored: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # node_id -> leading tokens of this request whose rows other sessions have in the node's memory.
+    n_shared: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # node_id -> its speed and its work; a node that is not there is taken for an idle one of ordinary speed.
+    forecasts: Mapping[str, Forecast] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +71,25 @@ class Candidate:
     n_running: int
     n_queued: int
     reason: str
+    queue_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    n_restored: int = 0
+    n_computed: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """``member`` is None when no node may take the turn; the candidates say why."""
+    """``member`` is None when no node may take the turn; the candidates say why.
+
+    ``candidates``: the chosen one and the best of the others, by id; of small fleets all.
+    """
 
     member: Member | None
     candidates: tuple[Candidate, ...]
+    n_candidates: int = 0
+    prediction: Prediction | None = None
 
     @property
     def summary(self) -> str:
@@ -66,49 +99,93 @@ class Choice:
         return "; ".join(f"{c.node_id}: {c.reason}" for c in self.candidates)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class _Rank:
-    """Smaller is better, field by field."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Option:
+    """A node that may take the turn, with what is predicted."""
 
-    minus_resident: int
-    minus_stored: int
-    load: int
-    node_id: str
+    member: Member
+    prediction: Prediction
+    n_turns: int
+
+    @property
+    def rank(self) -> tuple[float, int, str]:
+        """Smaller is better, field by field."""
+        return self.prediction.seconds, self.n_turns, self.member.node.node_id
+
+    @property
+    def n_waiting(self) -> int:
+        """Turns beyond the node's batch."""
+        return max(0, self.n_turns - (self.member.node.max_running or DEFAULT_MAX_RUNNING))
 
 
 def route(view: View, request: RouteRequest) -> Choice:
-    """Choose a node for ``request``; the candidates are all known nodes, by id."""
+    """Choose a node for ``request``."""
     obstacles = {m.node.node_id: obstacle(m, request) for m in view.members}
     able = [m for m in view.members if obstacles[m.node.node_id] is None]
-    ranks = {m.node.node_id: rank(view, request, m) for m in prefer_untried(able, request.failed)}
-    best = min(ranks.values(), default=None)
-    chosen = next((m for m in view.members if best and m.node.node_id == best.node_id), None)
+    considered = {m.node.node_id: option(view, request, m) for m in prefer_untried(able, request.failed)}
+    least_waiting = min((o.n_waiting for o in considered.values()), default=0)
+    fair = [o for o in considered.values() if o.n_waiting <= least_waiting + MAX_QUEUE_LEAD]
+    best = min(fair, key=lambda o: o.rank, default=None)
+    shown = worth_showing(view.members, considered, best)
 
-    def reason(member: Member) -> str:
-        node_id = member.node.node_id
+    def candidate(member: Member) -> Candidate:
+        node_id, load = member.node.node_id, member.node.load
+        found = considered.get(node_id)
         if (why := obstacles[node_id]) is not None:
-            return f"cannot take it: {why}"
-        if node_id not in ranks or best is None:
-            return f"passed over: it failed this turn ({request.failed[node_id]})"
-        if member is chosen:
-            return "chosen: " + praise(view, request, member)
-        return "passed over: " + compare(ranks[node_id], best)
+            reason = f"cannot take it: {why}"
+        elif found is None or best is None:
+            reason = f"passed over: it failed this turn ({request.failed[node_id]})"
+        elif found is best:
+            reason = "chosen: " + praise(request, best, len(considered))
+        elif found.n_waiting > least_waiting + MAX_QUEUE_LEAD:
+            reason = f"passed over: {turns(found.n_waiting)} in its queue, and {least_waiting} in another one's"
+        else:
+            reason = "passed over: " + compare(found, best)
+        p = None if found is None else found.prediction
+        return Candidate(
+            node_id=node_id,
+            chosen=found is not None and found is best,
+            n_resident=n_resident(view, request, member),
+            n_stored=n_stored(view, member),
+            n_running=load.n_running,
+            n_queued=load.n_queued,
+            reason=reason,
+            queue_seconds=p.queue_seconds if p else 0.0,
+            restore_seconds=p.restore_seconds if p else 0.0,
+            prefill_seconds=p.prefill_seconds if p else 0.0,
+            predicted_seconds=p.seconds if p else 0.0,
+            n_restored=p.n_restored if p else 0,
+            n_computed=p.n_computed if p else 0,
+        )
 
     return Choice(
-        member=chosen,
-        candidates=tuple(
-            Candidate(
-                node_id=m.node.node_id,
-                chosen=m is chosen,
-                n_resident=n_resident(request, m),
-                n_stored=n_stored(view, m),
-                n_running=m.node.load.n_running,
-                n_queued=m.node.load.n_queued,
-                reason=reason(m),
-            )
-            for m in view.members
-        ),
+        member=None if best is None else best.member,
+        candidates=tuple(candidate(m) for m in shown),
+        n_candidates=len(view.members),
+        prediction=None if best is None else best.prediction,
     )
+
+
+def worth_showing(
+    members: Sequence[Member], considered: Mapping[str, _Option], best: _Option | None
+) -> Sequence[Member]:
+    """Everybody in a small fleet; else the chosen one and those that came nearest, in the fleet's order."""
+    if len(members) <= MAX_CANDIDATES_KEPT:
+        return members
+    nearest = sorted(considered.values(), key=lambda o: (o is not best, o.rank))[:MAX_CANDIDATES_KEPT]
+    if not nearest:
+        return members[:MAX_CANDIDATES_KEPT]
+    kept = {o.member.node.node_id for o in nearest}
+    return [m for m in members if m.node.node_id in kept]
+
+
+def option(view: View, request: RouteRequest, member: Member) -> _Option:
+    rows = RowSources(
+        n_tokens=request.n_tokens, n_resident=n_resident(view, request, member), n_stored=n_stored(view, member),
+        bytes_per_row=member.node.bytes_per_row,
+    )  # fmt: skip
+    n_turns = load_of(view, member)
+    return _Option(member, predict(member, rows, forecast_of(view.forecasts, member.node.node_id), n_turns), n_turns)
 
 
 def prefer_untried(able: Sequence[Member], failed: Mapping[str, str]) -> Sequence[Member]:
@@ -139,9 +216,10 @@ def obstacle(member: Member, request: RouteRequest) -> str | None:
     return None
 
 
-def n_resident(request: RouteRequest, member: Member) -> int:
-    """Rows of this session that the node holds and can use; the last token is always computed."""
-    return min(member.node.resident.get(request.session_id, 0), request.n_tokens - 1)
+def n_resident(view: View, request: RouteRequest, member: Member) -> int:
+    """Rows of this request that are in the node's memory, be they this session's; the last token is always computed."""
+    own = member.node.resident.get(request.session_id, 0)
+    return min(max(own, view.n_shared.get(member.node.node_id, 0)), request.n_tokens - 1)
 
 
 def n_stored(view: View, member: Member) -> int:
@@ -155,31 +233,44 @@ def load_of(view: View, member: Member) -> int:
     return max(load.n_running + load.n_queued, view.n_placed.get(member.node.node_id, 0))
 
 
-def rank(view: View, request: RouteRequest, member: Member) -> _Rank:
-    stored = n_stored(view, member)
-    resident = n_resident(request, member)
-    # A memory that holds less than the store restores anywhere is no reason to prefer a node.
-    return _Rank(-resident if resident > stored else 0, -stored, load_of(view, member), member.node.node_id)
+def praise(request: RouteRequest, best: _Option, n_considered: int) -> str:
+    p = best.prediction
+    reused = request.n_tokens - p.n_computed
+    if p.n_restored:
+        source = f"{reused} of {request.n_tokens} tokens from the store"
+    elif reused:
+        source = f"{reused} of {request.n_tokens} tokens in memory"
+    else:
+        source = f"all {request.n_tokens} tokens to compute"
+    sooner = ", sooner than reading them from the store" if p.recompute else ""
+    alone = "the only node that can; " if n_considered == 1 else ""
+    return f"{alone}first token in {seconds(p.seconds)}, {source}{sooner}"
 
 
-def praise(view: View, request: RouteRequest, member: Member) -> str:
-    stored, resident, load = n_stored(view, member), n_resident(request, member), load_of(view, member)
-    if resident > stored:
-        return f"holds {resident} of {request.n_tokens} tokens in memory"
-    if stored:
-        return f"can restore {stored} of {request.n_tokens} tokens from the store, {turns(load)} running or queued"
-    return f"nothing of this session is cached anywhere, {turns(load)} running or queued"
+def compare(worse: _Option, better: _Option) -> str:
+    """By how much, and the part in which the chosen node gained most."""
+    ours, theirs = worse.prediction, better.prediction
+    if ours.seconds <= theirs.seconds:
+        if worse.n_turns != better.n_turns:
+            return f"as soon, but busier, {turns(worse.n_turns)} against {better.n_turns}"
+        return f"as good as {better.member.node.node_id}, which comes first by name"
+    differences = {
+        "queue": ours.queue_seconds - theirs.queue_seconds,
+        "restore": ours.restore_seconds - theirs.restore_seconds,
+        "prefill": ours.prefill_seconds - theirs.prefill_seconds,
+    }
+    most = max(differences, key=lambda part: differences[part])
+    values = {
+        "queue": (ours.queue_seconds, theirs.queue_seconds),
+        "restore": (ours.restore_seconds, theirs.restore_seconds),
+        "prefill": (ours.prefill_seconds, theirs.prefill_seconds),
+    }[most]
+    return f"first token in {seconds(ours.seconds)}, {most} {seconds(values[0])} against {seconds(values[1])}"
 
 
-def compare(worse: _Rank, better: _Rank) -> str:
-    """The first thing in which the chosen node was better."""
-    if worse.minus_resident != better.minus_resident:
-        return f"{-worse.minus_resident} useful tokens in memory against {-better.minus_resident}"
-    if worse.minus_stored != better.minus_stored:
-        return f"could restore {-worse.minus_stored} tokens against {-better.minus_stored}"
-    if worse.load != better.load:
-        return f"busier, {turns(worse.load)} against {better.load}"
-    return f"as good as {better.node_id}, which comes first by name"
+def seconds(s: float) -> str:
+    """For a person."""
+    return f"{s * 1000:.0f} ms" if s < 1 else f"{s:.1f} s"
 
 
 def turns(n: int) -> str:

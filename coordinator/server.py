@@ -72,7 +72,7 @@ async def run(settings: CoordinatorSettings) -> None:
     stop = stop_on_signals()
     check_store_path(settings.store)
     model = await asyncio.to_thread(LoadedModel.load, settings.model)
-    async with open_state(settings.state) as registry, serve(settings, model, registry) as address:
+    async with open_state(settings.state, settings.generation) as registry, serve(settings, model, registry) as address:
         logger.info("serving %s on %s, generation %d", model.text.model_name, address, registry.generation)
         write_ready_file(settings.ready_file, address, registry.coordinator_id)
         await stop.wait()
@@ -80,11 +80,17 @@ async def run(settings: CoordinatorSettings) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_state(path: Path) -> AsyncIterator[SqliteRegistry]:
-    """The registry in a locked state folder. Raises CannotStart."""
+async def open_state(path: Path, generation_at_least: int = 0) -> AsyncIterator[SqliteRegistry]:
+    """The registry in a locked state folder. Raises CannotStart.
+
+    A new one begins with a generation that no earlier folder can have reached, the time in seconds: nodes that served
+    the coordinator before it follow at once. An old copy of a folder goes on from its own number and is refused.
+    """
     directory = StateDirectory(path).acquire()
     try:
-        registry = await SqliteRegistry(path / "registry.sqlite3").open(new_coordinator_id=uuid4().hex)
+        registry = await SqliteRegistry(path / "registry.sqlite3").open(
+            uuid4().hex, first_generation=wall_ms() // 1000, generation_at_least=generation_at_least
+        )
         try:
             yield registry
         finally:
@@ -127,7 +133,7 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
     try:
         snapshots.start()
         background.start(fleet.run(), "fleet")
-        background.start(settle(around.settled, grace_seconds(settings, fleet, registry.generation)), "settle")
+        background.start(settle(around.settled, grace_seconds(settings, fleet, is_new=registry.is_new)), "settle")
         n_open = await turns.recover()
         if n_open:
             logger.info("%d open turns are taken up again", n_open)
@@ -145,9 +151,9 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
         snapshots.stop()
 
 
-def grace_seconds(settings: CoordinatorSettings, fleet: Fleet, generation: int) -> float:
+def grace_seconds(settings: CoordinatorSettings, fleet: Fleet, *, is_new: bool) -> float:
     """How long nothing is placed: no time at the very first start, when no node can hold rows of ours."""
-    if generation == 1 and settings.grace is None:
+    if is_new and settings.grace is None:
         return 0.0
     return 2 * fleet.heartbeat_seconds if settings.grace is None else settings.grace
 

@@ -107,6 +107,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     @unary
     async def GetStatus(self, request: chat_pb2.GetStatusRequest, context: Context) -> chat_pb2.GetStatusResponse:
         counts = await self.registry.counts()
+        accuracy = self.fleet.forecasts.accuracy()
         return chat_pb2.GetStatusResponse(
             version=importlib.metadata.version("kvferry"),
             model=self.model_name,
@@ -120,6 +121,10 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
             snapshot_bytes=self.snapshots.n_bytes,
             n_failovers=self.turns.n_failovers,
             n_turns_finished=self.turns.n_finished,
+            n_predictions=accuracy.n,
+            prediction_error_median=accuracy.error,
+            predicted_seconds_median=accuracy.predicted_seconds,
+            first_token_seconds_median=accuracy.actual_seconds,
         )
 
     def _new_session(self, session_id: str) -> SessionRecord:

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from kvferry.coordinator.errors import StorePathInvalid
+from kvferry.coordinator.registry import TokenArray
 from kvferry.store.errors import StoreError
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.snapshot_store import SnapshotStore
@@ -85,7 +86,7 @@ class SnapshotView:
             for name in names:
                 self._submit(lambda name=name: look_at(store, name))  # type: ignore[misc]  # mypy has no type for the bound default
 
-    def longest_prefixes(self, token_ids: Sequence[int]) -> dict[str, int]:
+    def longest_prefixes(self, token_ids: Sequence[int] | TokenArray) -> dict[str, int]:
         """fingerprint → leading tokens that the store holds rows of; of n tokens at most n - 1 are of use."""
         ids = np.asarray(token_ids, dtype=np.int32)
         matches = {fingerprint: store.find(ids) for fingerprint, store in self._stores.items()}

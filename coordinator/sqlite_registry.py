@@ -36,6 +36,7 @@ from kvferry.coordinator.registry import (
     TurnRecord,
 )
 from kvferry.coordinator.sqlite_schema import (
+    Opening,
     insert,
     insert_placements,
     open_turn_values,
@@ -59,23 +60,31 @@ class SqliteRegistry:
         self._connection: sqlite3.Connection | None = None
         self.coordinator_id = ""
         self.generation = 0
+        self.is_new = False
 
-    async def open(self, new_coordinator_id: str) -> Self:
-        """Open or make the file and raise the generation. Raises StatePathInvalid, StateIncompatible."""
+    async def open(self, new_coordinator_id: str, *, first_generation: int = 1, generation_at_least: int = 0) -> Self:
+        """Open or make the file and raise the generation. Raises StatePathInvalid, StateIncompatible.
+
+        ``first_generation``: of a file that is made now. ``generation_at_least``: the operator's word.
+        """
         try:
-            self.coordinator_id, self.generation = await self._in_thread(lambda: self._open(new_coordinator_id))
+            opening = await self._in_thread(
+                lambda: self._open(new_coordinator_id, first_generation, generation_at_least)
+            )
+            self.coordinator_id, self.generation = opening.coordinator_id, opening.generation
+            self.is_new = opening.is_new
         except BaseException:
             await self.close()
             raise
         return self
 
-    def _open(self, new_coordinator_id: str) -> tuple[str, int]:
+    def _open(self, new_coordinator_id: str, first_generation: int, generation_at_least: int) -> Opening:
         try:
             self._connection = sqlite3.connect(self._path, isolation_level="IMMEDIATE")
             self._connection.row_factory = sqlite3.Row
             for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
                 self._connection.execute(f"PRAGMA {pragma}")
-            return prepare(self._connection, new_coordinator_id)
+            return prepare(self._connection, new_coordinator_id, first_generation, generation_at_least)
         except sqlite3.Error as e:
             raise StatePathInvalid(f"the registry {self._path} cannot be opened: {e}") from e
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence
@@ -75,16 +76,29 @@ CREATE TABLE placements (
 """
 
 
-def prepare(connection: sqlite3.Connection, new_coordinator_id: str) -> tuple[str, int]:
-    """Make or check the tables and raise the generation durably; returns (coordinator_id, generation).
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What an opened registry is from now on."""
+
+    coordinator_id: str
+    generation: int
+    # Made by this opening.
+    is_new: bool
+
+
+def prepare(
+    connection: sqlite3.Connection, new_coordinator_id: str, first_generation: int, generation_at_least: int
+) -> Opening:
+    """Make or check the tables and raise the generation durably.
 
     Raises StateIncompatible when a newer version of the program made them.
     """
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     if found == 0:
         connection.executescript(
-            f"BEGIN IMMEDIATE; {TABLES} "  # noqa: S608 - constants of this module
-            f"INSERT INTO meta VALUES ('generation', '0'); PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+            f"BEGIN IMMEDIATE; {TABLES} "  # noqa: S608 - constants of this module, and integers
+            f"INSERT INTO meta VALUES ('generation', '{first_generation - 1:d}'); "
+            f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
     elif found != SCHEMA_VERSION:
         raise StateIncompatible(
@@ -93,9 +107,12 @@ def prepare(connection: sqlite3.Connection, new_coordinator_id: str) -> tuple[st
         )
     with connection:
         connection.execute("INSERT OR IGNORE INTO meta VALUES ('coordinator_id', ?)", (new_coordinator_id,))
-        connection.execute("UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'generation'")
+        connection.execute(
+            "UPDATE meta SET value = max(CAST(value AS INTEGER) + 1, ?) WHERE key = 'generation'",
+            (generation_at_least,),
+        )
         rows = dict(connection.execute("SELECT key, value FROM meta").fetchall())
-    return rows["coordinator_id"], int(rows["generation"])
+    return Opening(coordinator_id=rows["coordinator_id"], generation=int(rows["generation"]), is_new=found == 0)
 
 
 def pack_tokens(token_ids: TokenArray) -> bytes:

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 
 from kvferry.coordinator.registry import FinishReason, TurnOutcome, TurnRecord
 from kvferry.coordinator.routing import RouteRequest
+from kvferry.coordinator.turn_events import AnswerText, finished, stamp, started, token_event
 from kvferry.proto.v1 import chat_pb2, common_pb2, worker_pb2
 
 
@@ -61,6 +62,10 @@ BRIEF_PLACEMENT_SECONDS: Final = 2.0
 """A placement that was lost before this and brought nothing counts as waiting: longer than any connection attempt."""
 
 
+MIN_FIRST_TOKEN_SECONDS: Final = 1e-6
+"""A placement that brought a token is told from one that did not by the span being above 0."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """Why a placement ended before the answer did. ``cause`` is one of those named in chat.proto's NodeLost."""
@@ -85,25 +90,6 @@ class TurnPolicy:
     # The first pause; each further one is twice as long, up to the maximum: a turn may wait for days.
     backoff_seconds: float = 1.0
     max_backoff_seconds: float = 8.0
-
-
-class AnswerText(Protocol):
-    """Token ids in, text out; holds back half characters and what may begin a stop string."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def end_token_ids(self) -> Sequence[int]: ...
-
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """The text that this token completed, and whether a stop string is complete."""
-
-    def flush(self) -> str:
-        """What was held back, when nothing follows."""
-
-    def token_text(self, token_id: int) -> str:
-        """One token alone, for the table of alternatives."""
 
 
 class Turn:
@@ -153,9 +139,18 @@ class Turn:
         return self.phase in {Phase.ENDING, Phase.FINISHED}
 
     @property
-    def token_ids(self) -> list[int]:
-        """What the answer adds to the session so far: this turn's prompt and its tokens."""
-        return [*self.record.prompt_ids.tolist(), *self.answer_ids]
+    def has_first_token(self) -> bool:
+        """Whether the latest placement has brought one."""
+        return bool(self.placements) and self.placements[-1].first_token_seconds > 0
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first token to the last so far."""
+        return (
+            0.0
+            if self._first_token_s is None or self._last_token_s is None
+            else (self._last_token_s - self._first_token_s)
+        )
 
     def route_request(self) -> RouteRequest:
         """What this turn needs of a node now."""
@@ -171,16 +166,18 @@ class Turn:
     # What happens to a turn.
 
     def place(
-        self, node_id: str, fingerprint: str, epoch: int, candidates: Iterable[chat_pb2.CandidateNode], now_s: float
-    ) -> None:
+        self, node_id: str, fingerprint: str, epoch: int, candidates: Iterable[chat_pb2.CandidateNode], now_s: float,
+        *, predicted_s: float = 0.0, n_candidates: int = 0,
+    ) -> None:  # fmt: skip
         """A node has it from now on, under an epoch that is durable."""
         if epoch <= self.epoch:
             raise AssertionError(f"epoch {epoch} after {self.epoch}")
         self._go(Phase.RUNNING)
         self.node_id, self.fingerprint, self.epoch = node_id, fingerprint, epoch
         placement = chat_pb2.Placement(
-            node_id=node_id, epoch=epoch, first_index=len(self.answer_ids), candidates=candidates
-        )
+            node_id=node_id, epoch=epoch, first_index=len(self.answer_ids), candidates=candidates,
+            predicted_seconds=predicted_s, n_candidates=n_candidates,
+        )  # fmt: skip
         self.placements.append(placement)
         self._placed_announced = False
         self._placed_s = now_s
@@ -241,6 +238,11 @@ class Turn:
             self._n_failures = 0
             self._n_pauses += 1
 
+    def hurry(self, now_s: float) -> None:
+        """A node came back: the pause, meant for a fleet in trouble, is over."""
+        if self.phase is Phase.WAITING:
+            self.next_try_s = min(self.next_try_s, now_s)
+
     def cancel(self, now_s: float) -> None:
         """Somebody wants no more of it; the tokens so far stay. No effect when it is over."""
         if not self.is_over:
@@ -284,6 +286,8 @@ class Turn:
     def _note_progress(self, now_s: float) -> None:
         if self._first_token_s is None:
             self._first_token_s = now_s
+        if not self.placements[-1].first_token_seconds:
+            self.placements[-1].first_token_seconds = max(now_s - self._placed_s, MIN_FIRST_TOKEN_SECONDS)
         if self._lost_since_token and self._last_token_s is not None:
             self._longest_pause_s = max(self._longest_pause_s, now_s - self._last_token_s)
         self._last_token_s = now_s
@@ -337,64 +341,3 @@ class Turn:
             f"<Turn {self.record.session_id}/{self.record.turn_id} {self.phase.value}{where} epoch={self.epoch} "
             f"tokens={len(self.answer_ids)} events={len(self.events)}>"
         )
-
-
-def replay(record: TurnRecord, placements: Iterable[chat_pb2.Placement], text: AnswerText) -> list[chat_pb2.TurnEvent]:
-    """The events of a finished turn, made again from its record (without the nodes that were lost)."""
-    if record.outcome is None:
-        raise AssertionError("replay of an open turn")
-    events = [stamp(chat_pb2.TurnEvent(started=started(record)), record, 0, 0)]
-    waiting = sorted(placements, key=lambda p: (p.first_index, p.epoch))
-    details = {t.index: t for t in worker_pb2.GeneratedTokens.FromString(record.outcome.logprobs).tokens}
-    epoch = record.epoch
-    pieces: list[str] = []
-    for index, token_id in enumerate(record.outcome.answer_ids.tolist()):
-        while waiting and waiting[0].first_index <= index:
-            epoch = waiting[0].epoch
-            events.append(stamp(chat_pb2.TurnEvent(placed=waiting.pop(0)), record, epoch, index))
-        piece = "" if token_id in text.end_token_ids else text.push(token_id)[0]
-        pieces.append(piece)
-        token = details.get(index) or common_pb2.GeneratedToken(index=index, token_id=token_id)
-        events.append(stamp(chat_pb2.TurnEvent(token=token_event(token, piece, text)), record, epoch, index))
-    tail = record.outcome.answer_text[len("".join(pieces)) :]
-    n_tokens = len(record.outcome.answer_ids)
-    events.extend(stamp(chat_pb2.TurnEvent(placed=p), record, p.epoch, n_tokens) for p in waiting)
-    events.append(
-        stamp(chat_pb2.TurnEvent(finished=finished(record, record.outcome, tail)), record, record.epoch, n_tokens)
-    )
-    return events
-
-
-def stamp(event: chat_pb2.TurnEvent, record: TurnRecord, epoch: int, sequence: int) -> chat_pb2.TurnEvent:
-    event.session_id, event.turn_id, event.epoch, event.sequence = record.session_id, record.turn_id, epoch, sequence
-    return event
-
-
-def started(record: TurnRecord) -> chat_pb2.TurnStarted:
-    return chat_pb2.TurnStarted(n_prompt_tokens=record.n_prompt_tokens, n_history_tokens=record.n_history_tokens)
-
-
-def token_event(token: common_pb2.GeneratedToken, piece: str, text: AnswerText) -> chat_pb2.TokenEvent:
-    event = chat_pb2.TokenEvent(token_id=token.token_id, text=piece)
-    if token.HasField("logprob"):
-        event.logprob = token.logprob
-        event.top_logprobs.extend(
-            common_pb2.TokenLogprob(token_id=t.token_id, logprob=t.logprob, text=text.token_text(t.token_id))
-            for t in token.top_logprobs
-        )
-    return event
-
-
-def finished(record: TurnRecord, outcome: TurnOutcome, tail: str) -> chat_pb2.TurnFinished:
-    return chat_pb2.TurnFinished(
-        reason=common_pb2.FinishReason.ValueType(outcome.reason),
-        n_prompt_tokens=record.n_prompt_tokens,
-        n_answer_tokens=len(outcome.answer_ids),
-        tail_text=tail,
-        first_token_seconds=outcome.first_token_seconds,
-        total_seconds=outcome.total_seconds,
-        longest_pause_seconds=outcome.longest_pause_seconds,
-        n_placements=outcome.n_placements,
-        error_code=outcome.error_code,
-        error=outcome.error,
-    )

@@ -13,11 +13,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, TypeVar
 
+import numpy as np
 import stamina
 
 from kvferry.coordinator.errors import RegistryUnavailable
 from kvferry.coordinator.fleet import Fleet
-from kvferry.coordinator.membership import LostNode, Node
+from kvferry.coordinator.forecasts import Awaiting
+from kvferry.coordinator.membership import LostNode, Node, NodeState
 from kvferry.coordinator.registry import FinishReason, Registry, TokenArray
 from kvferry.coordinator.routing import Choice, route
 from kvferry.coordinator.snapshots import SnapshotView
@@ -101,19 +103,31 @@ class TurnRunner:
             await first_of(around.settled.wait(), self._cancelled.wait())
         choice = Choice(member=None, candidates=())
         while not turn.is_over:
-            seen = around.fleet.changed.count
-            if (pause_s := turn.next_try_s - self._now()) > 0:
-                self._stuck("; ".join(f"{node_id}: {why}" for node_id, why in turn.failed.items()))
-                await first_of(asyncio.sleep(pause_s), self._cancelled.wait())
+            if turn.next_try_s > self._now():
+                await self._pause()
                 continue
-            stored = around.snapshots.longest_prefixes(self._token_ids())
-            choice = route(around.fleet.view(stored), turn.route_request())
+            seen = around.fleet.changed.count
+            token_ids = self._token_ids()
+            stored = around.snapshots.longest_prefixes(token_ids)
+            choice = route(around.fleet.view(stored, token_ids), turn.route_request())
             if choice.member is not None:
                 self.obstacle = ""
                 break
             self._stuck(choice.summary)
             await first_of(around.fleet.changed.wait(seen), self._cancelled.wait())
         return choice
+
+    async def _pause(self) -> None:
+        """Until the turn may be placed again; no longer than until a node comes that was not there."""
+        turn, fleet = self.turn, self._around.fleet
+        self._stuck("; ".join(f"{node_id}: {why}" for node_id, why in turn.failed.items()))
+        there = fleet.boots(NodeState.LIVE, NodeState.SUSPECT, NodeState.DRAINING)
+        while not turn.is_over and (pause_s := turn.next_try_s - self._now()) > 0:
+            seen = fleet.changed.count
+            if fleet.boots(NodeState.LIVE) - there:
+                turn.hurry(self._now())
+                return
+            await first_of(asyncio.sleep(pause_s), self._cancelled.wait(), fleet.changed.wait(seen))
 
     async def _make_placement_durable(self, choice: Choice) -> int:
         """Raise the session's epoch for this choice, before the node hears of it."""
@@ -127,16 +141,21 @@ class TurnRunner:
     async def _follow(self, choice: Choice, epoch: int) -> None:
         """Give the turn to the node, and pass its stream on until the answer or the placement ends."""
         turn, around = self.turn, self._around
-        if choice.member is None or turn.is_over:  # cancelled while it waited
+        prediction = choice.prediction
+        if choice.member is None or prediction is None or turn.is_over:  # cancelled while it waited
             turn.epoch = epoch
             return
         node = choice.member.node
-        turn.place(node.node_id, node.fingerprint, epoch, candidates_of(choice), self._now())
+        turn.place(
+            node.node_id, node.fingerprint, epoch, candidates_of(choice), self._now(),
+            predicted_s=prediction.seconds, n_candidates=choice.n_candidates,
+        )  # fmt: skip
         self.obstacle = ""
         self.changed.ring()
         logger.info("%r placed", turn)
-        with around.fleet.placement(node):
-            await first_of(self._read(node, epoch), around.fleet.until_lost(node), self._cancelled.wait())
+        with around.fleet.placement(node, prediction) as awaiting:
+            reading = self._read(node, self._request(epoch, recompute=prediction.recompute), awaiting)
+            await first_of(reading, around.fleet.until_lost(node), self._cancelled.wait())
         # No effect when the stream or the answer ended by itself. A node may be back in the meantime; its call is gone.
         lost = around.fleet.why_lost(node) or LostNode("lease_expired", "it was not heard in time")
         turn.lose(epoch, Loss(cause=lost.cause, detail=lost.detail, blame=Blame.TURN), self._now())
@@ -145,19 +164,19 @@ class TurnRunner:
             self.n_moves += turn.events[-1].node_lost.cause != "refused"
             logger.warning("%r lost %s: %s", turn, node.node_id, turn.failed.get(node.node_id))
             return
-        around.fleet.note_resident(node, turn.record.session_id, self._n_tokens() - 1)
+        around.fleet.note_resident(node, turn.record.session_id, self._token_ids()[:-1])
+        around.fleet.forecasts.turn_ended(turn.decode_seconds)
         if turn.outcome is not None and turn.outcome.reason in {FinishReason.STOP_STRING, FinishReason.CANCELLED}:
             self._stop_on(node, epoch)
 
-    async def _read(self, node: Node, epoch: int) -> None:
+    async def _read(self, node: Node, request: worker_pb2.RunTurnRequest, awaiting: Awaiting) -> None:
         """Feed the node's messages to the turn until the placement is over."""
-        turn = self.turn
+        turn, epoch = self.turn, request.epoch
         try:
-            async with contextlib.aclosing(
-                self._around.transport.run_turn(node.address, self._request(epoch))
-            ) as messages:
+            async with contextlib.aclosing(self._around.transport.run_turn(node.address, request)) as messages:
                 async for message in messages:
                     self._take(message, epoch)
+                    self._learn(message, awaiting)
                     if turn.phase is not Phase.RUNNING:
                         break
                 await self._hear_goodbye(messages)
@@ -184,6 +203,17 @@ class TurnRunner:
             case "finished":
                 self.turn.run_ended(epoch, message.finished.reason, self._now())
         self.changed.ring()
+
+    def _learn(self, message: worker_pb2.RunTurnResponse, awaiting: Awaiting) -> None:
+        """The node's speed, from what it reports with its first token."""
+        if awaiting.is_over:
+            return
+        forecasts = self._around.fleet.forecasts
+        if message.HasField("prefix"):
+            forecasts.reported(awaiting, message.prefix, self._now())
+        if self.turn.has_first_token:
+            forecasts.first_token(awaiting, self._now())
+            self._around.fleet.note_resident(awaiting.node, self.turn.record.session_id, self._token_ids()[:-1])
 
     def _stop_on(self, node: Node, epoch: int) -> None:
         """Tell the node at once, rather than let it notice that nobody reads."""
@@ -224,25 +254,26 @@ class TurnRunner:
         self.obstacle = obstacle
         self.changed.ring()
 
-    def _request(self, epoch: int) -> worker_pb2.RunTurnRequest:
+    def _request(self, epoch: int, *, recompute: bool) -> worker_pb2.RunTurnRequest:
         record = self.turn.record
         return worker_pb2.RunTurnRequest(
             session_id=record.session_id,
             turn_id=record.turn_id,
             epoch=epoch,
             coordinator_generation=self._around.registry.generation,
-            token_ids=self._token_ids(),
+            token_ids=self._token_ids().tolist(),
             n_prompt_tokens=record.n_prompt_tokens,
             sampling=common_pb2.SamplingSettings.FromString(record.sampling),
             max_tokens=record.max_tokens,
             end_token_ids=self._around.end_token_ids,
+            recompute=recompute,
         )
 
-    def _token_ids(self) -> list[int]:
-        return [*self._history_ids.tolist(), *self.turn.token_ids]
-
-    def _n_tokens(self) -> int:
-        return self.turn.record.n_prompt_tokens + len(self.turn.answer_ids)
+    def _token_ids(self) -> TokenArray:
+        """Int32 [n]: the session's tokens, this turn's prompt, and its answer so far."""
+        return np.concatenate(
+            [self._history_ids, self.turn.record.prompt_ids, np.array(self.turn.answer_ids, dtype=np.int32)]
+        )
 
     def _now(self) -> float:
         return self._around.clock()

@@ -27,7 +27,8 @@ from kvferry.coordinator.errors import (
 from kvferry.coordinator.membership import NodeState
 from kvferry.coordinator.registry import SessionRecord, TokenArray, TurnRecord
 from kvferry.coordinator.requests import TurnRequest, answer_budget
-from kvferry.coordinator.turn import Phase, Turn, TurnPolicy, replay
+from kvferry.coordinator.turn import Phase, Turn, TurnPolicy
+from kvferry.coordinator.turn_events import replay
 from kvferry.coordinator.turn_runner import Surroundings, TurnRunner
 from kvferry.engine.text.model import TextModel
 from kvferry.proto.v1 import chat_pb2

@@ -130,9 +130,15 @@ def node_of(request: fleet_pb2.RegisterRequest) -> Node:
         max_running=request.max_running,
         n_threads=request.n_threads,
         kernel_path=request.kernel_path,
+        bytes_per_row=bytes_per_row(request.geometry),
         load=load_of(request.load),
         resident=resident_of(request.resident),
     )
+
+
+def bytes_per_row(geometry: common_pb2.KvGeometry) -> int:
+    """Of one token's float32 K and V in all layers."""
+    return geometry.n_layers * geometry.n_kv_heads * geometry.head_dim * 2 * 4
 
 
 def load_of(load: worker_pb2.NodeLoad) -> Load:
@@ -144,6 +150,7 @@ def load_of(load: worker_pb2.NodeLoad) -> Load:
         tokens_generated=load.tokens_generated,
         prefill_tokens_per_second=load.prefill_tokens_per_second,
         decode_tokens_per_second=load.decode_tokens_per_second,
+        restore_bytes_per_second=load.restore_bytes_per_second,
         store_ok=load.store_ok,
         stalled_seconds=load.stalled_seconds,
     )

@@ -46,7 +46,8 @@ class Fence:
         if generation < self.coordinator_generation:
             raise StaleCoordinator(
                 f"coordinator generation {generation} was replaced by {self.coordinator_generation}; "
-                "stop the older coordinator"
+                "stop the older coordinator, or, if the newer one is gone for good, start it with "
+                f"--generation {self.coordinator_generation + 1}"
             )
         self.coordinator_generation = generation
 

@@ -52,6 +52,13 @@ class Candidate:
     n_running: int
     n_queued: int
     reason: str
+    # Parts of the predicted time to the first token; all 0 for a node that cannot take the turn.
+    queue_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    n_restored: int = 0
+    n_computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,10 @@ class Placed:
     first_index: int
     candidates: tuple[Candidate, ...]
     prefix: PrefixReport | None
+    # From the placement to its first new token, foreseen and as it came; 0 while there is none.
+    predicted_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    n_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,10 +105,27 @@ def placed_of(message: chat_pb2.Placement) -> Placed:
         epoch=message.epoch,
         first_index=message.first_index,
         candidates=tuple(
-            Candidate(c.node_id, c.chosen, c.n_resident, c.n_stored, c.n_running, c.n_queued, c.reason)
+            Candidate(
+                c.node_id,
+                c.chosen,
+                c.n_resident,
+                c.n_stored,
+                c.n_running,
+                c.n_queued,
+                c.reason,
+                c.queue_seconds,
+                c.restore_seconds,
+                c.prefill_seconds,
+                c.predicted_seconds,
+                c.n_restored,
+                c.n_computed,
+            )
             for c in message.candidates
         ),
         prefix=_prefix_of(message.prefix) if message.HasField("prefix") else None,
+        predicted_seconds=message.predicted_seconds,
+        first_token_seconds=message.first_token_seconds,
+        n_candidates=message.n_candidates,
     )
 
 

@@ -593,12 +593,21 @@ class Placement(_message.Message):
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    PREDICTED_SECONDS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    N_CANDIDATES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.int
     first_index: _builtins.int
     """Answer tokens delivered before this placement."""
+    predicted_seconds: _builtins.float
+    """From this placement to its first new token, as the router foresaw it and as it came; 0 while there is none."""
+    first_token_seconds: _builtins.float
+    n_candidates: _builtins.int
     @_builtins.property
-    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateNode]: ...
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateNode]:
+        """The chosen one and the best of the others; n_candidates says how many were weighed."""
+
     @_builtins.property
     def prefix(self) -> _common_pb2.PrefixReport: ...
     def __init__(
@@ -609,10 +618,13 @@ class Placement(_message.Message):
         first_index: _builtins.int = ...,
         candidates: _abc.Iterable[Global___CandidateNode] | None = ...,
         prefix: _common_pb2.PrefixReport | None = ...,
+        predicted_seconds: _builtins.float = ...,
+        first_token_seconds: _builtins.float = ...,
+        n_candidates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "first_index", b"first_index", "node_id", b"node_id", "prefix", b"prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "first_index", b"first_index", "first_token_seconds", b"first_token_seconds", "n_candidates", b"n_candidates", "node_id", b"node_id", "predicted_seconds", b"predicted_seconds", "prefix", b"prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -629,6 +641,12 @@ class CandidateNode(_message.Message):
     N_RUNNING_FIELD_NUMBER: _builtins.int
     N_QUEUED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    RESTORE_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    PREDICTED_SECONDS_FIELD_NUMBER: _builtins.int
+    N_RESTORED_FIELD_NUMBER: _builtins.int
+    N_COMPUTED_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     chosen: _builtins.bool
     n_resident: _builtins.int
@@ -638,6 +656,14 @@ class CandidateNode(_message.Message):
     n_queued: _builtins.int
     reason: _builtins.str
     """Why it was chosen or passed over, for a person."""
+    queue_seconds: _builtins.float
+    """The parts of the predicted time to the first token; all 0 for a node that cannot take the turn."""
+    restore_seconds: _builtins.float
+    prefill_seconds: _builtins.float
+    predicted_seconds: _builtins.float
+    n_restored: _builtins.int
+    """Tokens it would restore and compute."""
+    n_computed: _builtins.int
     def __init__(
         self,
         *,
@@ -648,10 +674,16 @@ class CandidateNode(_message.Message):
         n_running: _builtins.int = ...,
         n_queued: _builtins.int = ...,
         reason: _builtins.str = ...,
+        queue_seconds: _builtins.float = ...,
+        restore_seconds: _builtins.float = ...,
+        prefill_seconds: _builtins.float = ...,
+        predicted_seconds: _builtins.float = ...,
+        n_restored: _builtins.int = ...,
+        n_computed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "n_queued", b"n_queued", "n_resident", b"n_resident", "n_running", b"n_running", "n_stored", b"n_stored", "node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "n_computed", b"n_computed", "n_queued", b"n_queued", "n_resident", b"n_resident", "n_restored", b"n_restored", "n_running", b"n_running", "n_stored", b"n_stored", "node_id", b"node_id", "predicted_seconds", b"predicted_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "reason", b"reason", "restore_seconds", b"restore_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -934,6 +966,10 @@ class GetStatusResponse(_message.Message):
     SNAPSHOT_BYTES_FIELD_NUMBER: _builtins.int
     N_FAILOVERS_FIELD_NUMBER: _builtins.int
     N_TURNS_FINISHED_FIELD_NUMBER: _builtins.int
+    N_PREDICTIONS_FIELD_NUMBER: _builtins.int
+    PREDICTION_ERROR_MEDIAN_FIELD_NUMBER: _builtins.int
+    PREDICTED_SECONDS_MEDIAN_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_SECONDS_MEDIAN_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model: _builtins.str
     coordinator_id: _builtins.str
@@ -945,6 +981,13 @@ class GetStatusResponse(_message.Message):
     snapshot_bytes: _builtins.int
     n_failovers: _builtins.int
     n_turns_finished: _builtins.int
+    n_predictions: _builtins.int
+    """Of the latest placements that brought a token (n_predictions of them): the median of |predicted - actual| / actual,
+    and the medians of both, in seconds.
+    """
+    prediction_error_median: _builtins.float
+    predicted_seconds_median: _builtins.float
+    first_token_seconds_median: _builtins.float
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeInfo]: ...
     def __init__(
@@ -962,10 +1005,14 @@ class GetStatusResponse(_message.Message):
         snapshot_bytes: _builtins.int = ...,
         n_failovers: _builtins.int = ...,
         n_turns_finished: _builtins.int = ...,
+        n_predictions: _builtins.int = ...,
+        prediction_error_median: _builtins.float = ...,
+        predicted_seconds_median: _builtins.float = ...,
+        first_token_seconds_median: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "generation", b"generation", "model", b"model", "n_failovers", b"n_failovers", "n_open_turns", b"n_open_turns", "n_sessions", b"n_sessions", "n_snapshots", b"n_snapshots", "n_turns_finished", b"n_turns_finished", "nodes", b"nodes", "snapshot_bytes", b"snapshot_bytes", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "first_token_seconds_median", b"first_token_seconds_median", "generation", b"generation", "model", b"model", "n_failovers", b"n_failovers", "n_open_turns", b"n_open_turns", "n_predictions", b"n_predictions", "n_sessions", b"n_sessions", "n_snapshots", b"n_snapshots", "n_turns_finished", b"n_turns_finished", "nodes", b"nodes", "predicted_seconds_median", b"predicted_seconds_median", "prediction_error_median", b"prediction_error_median", "snapshot_bytes", b"snapshot_bytes", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

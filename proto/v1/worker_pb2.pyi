@@ -32,6 +32,7 @@ class RunTurnRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     turn_id: _builtins.str
     epoch: _builtins.int
@@ -42,6 +43,8 @@ class RunTurnRequest(_message.Message):
     """How many of token_ids are prompt."""
     max_tokens: _builtins.int
     """Of the whole answer, tokens that exist already included; at least 1."""
+    recompute: _builtins.bool
+    """Computing the rows was foreseen to be sooner than reading them from the store: do not read."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then the answer tokens that exist already."""
@@ -64,10 +67,11 @@ class RunTurnRequest(_message.Message):
         sampling: _common_pb2.SamplingSettings | None = ...,
         max_tokens: _builtins.int = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        recompute: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,21 @@ ROOM = Path(kvferry.coordinator.turn.__file__).parent
 IMPURE = {"time", "datetime", "os", "asyncio", "grpc", "logging", "random", "threading", "socket", "sqlite3", "uuid"}
 
 
-@pytest.mark.parametrize("module", ["turn", "routing", "membership", "requests", "registry"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "turn",
+        "turn_events",
+        "routing",
+        "prediction",
+        "rates",
+        "backlog",
+        "forecasts",
+        "membership",
+        "requests",
+        "registry",
+    ],
+)
 def test_a_deciding_module_imports_nothing_that_acts(module: str) -> None:
     tree = ast.parse((ROOM / f"{module}.py").read_text())
     imported = {

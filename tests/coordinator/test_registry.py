@@ -117,6 +117,19 @@ async def test_each_opening_raises_the_generation_and_keeps_the_id(open_registry
     assert seen == [("c1", 1), ("c1", 2), ("c1", 3)]
 
 
+async def test_a_new_file_begins_where_it_is_told_and_the_operator_can_only_raise_it(tmp_path: Path) -> None:
+    async def opened(**how: int) -> tuple[int, bool]:
+        registry = await SqliteRegistry(tmp_path / "r.sqlite3").open("c1", **how)
+        await registry.close()
+        return registry.generation, registry.is_new
+
+    assert await opened(first_generation=1_000) == (1_000, True)
+    assert await opened(first_generation=9_000) == (1_001, False)  # an old copy goes on from its own number
+    assert await opened(generation_at_least=7) == (1_002, False)
+    assert await opened(generation_at_least=5_000) == (5_000, False)
+    assert await opened() == (5_001, False)
+
+
 async def test_a_closed_registry_says_so(registry: Registry) -> None:
     await registry.close()
     with pytest.raises(RegistryUnavailable):

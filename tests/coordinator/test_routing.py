@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.coordinator.membership import Load, Member, Node, NodeState
-from kvferry.coordinator.routing import Choice, RouteRequest, View, route
+from kvferry.coordinator.prediction import Forecast
+from kvferry.coordinator.rates import Rates
+from kvferry.coordinator.routing import MAX_CANDIDATES_KEPT, Candidate, Choice, RouteRequest, View, route
+
+BYTES_PER_ROW = 46_080  # of smollm2-135m: 30 layers, 3 heads of 64, float32 K and V
+FAST = Rates(prefill_per_token=0.001, prefill_per_pair=0.0, restore_latency=0.01, restore_per_byte=1e-9)
+SLOW = Rates(prefill_per_token=0.002, prefill_per_pair=0.0, restore_latency=0.01, restore_per_byte=1e-9)
 
 
 def member(
@@ -17,13 +25,21 @@ def member(
     node = Node(
         node_id=node_id, boot_id="b", address="h:1", model="m", fingerprint=fingerprint, context_length=context,
         load=Load(n_running=running, n_queued=queued, store_ok=store_ok), resident={"s": resident} if resident else {},
+        max_running=4, bytes_per_row=BYTES_PER_ROW,
     )  # fmt: skip
     return Member(node=node, state=state, silent_seconds=1.6)
 
 
-def choose(*members: Member, stored: int = 0, placed: dict[str, int] | None = None, **request: object) -> Choice:
+def choose(
+    *members: Member, stored: int = 0, placed: dict[str, int] | None = None, shared: dict[str, int] | None = None,
+    forecasts: dict[str, Forecast] | None = None, **request: object,
+) -> Choice:  # fmt: skip
     wanted = {"session_id": "s", "n_tokens": 640, "n_context": 1000, **request}
-    view = View(members=members, n_placed=placed or {}, n_stored={"fp": stored} if stored else {})
+    usual = {m.node.node_id: Forecast(rates=FAST) for m in members}
+    view = View(
+        members=members, n_placed=placed or {}, n_stored={"fp": stored} if stored else {}, n_shared=shared or {},
+        forecasts={**usual, **(forecasts or {})},
+    )  # fmt: skip
     return route(view, RouteRequest(**wanted))
 
 
@@ -36,36 +52,90 @@ def reasons(choice: Choice) -> dict[str, str]:
     return {c.node_id: c.reason for c in choice.candidates}
 
 
-def test_the_longest_prefix_in_memory_wins_over_load() -> None:
-    choice = choose(member("a", resident=100), member("b", resident=612, running=5), member("c"))
+def of(choice: Choice, node_id: str) -> Candidate:
+    return next(c for c in choice.candidates if c.node_id == node_id)
+
+
+def test_the_node_that_has_least_to_compute_is_soonest_while_nobody_is_busy() -> None:
+    choice = choose(member("a", resident=100), member("b", resident=612), member("c"))
     assert reasons(choice) == {
-        "a": "passed over: 100 useful tokens in memory against 612",
-        "b": "chosen: holds 612 of 640 tokens in memory",
-        "c": "passed over: 0 useful tokens in memory against 612",
+        "a": "passed over: first token in 540 ms, prefill 540 ms against 28 ms",
+        "b": "chosen: first token in 28 ms, 612 of 640 tokens in memory",
+        "c": "passed over: first token in 640 ms, prefill 640 ms against 28 ms",
     }
 
 
-def test_memory_that_holds_no_more_than_the_store_does_not_count() -> None:
-    choice = choose(member("a", resident=100, running=3), member("b"), stored=500)
-    assert reasons(choice) == {
-        "a": "passed over: busier, 3 turns against 0",
-        "b": "chosen: can restore 500 of 640 tokens from the store, 0 turns running or queued",
-    }
+def test_a_shorter_prefix_on_an_idle_node_beats_a_longer_one_behind_a_long_queue() -> None:
+    busy = {"b": Forecast(rates=FAST, prefilling_s=(3.0, 5.0)), "a": Forecast(rates=FAST)}
+    assert chosen(choose(member("a", resident=500), member("b", resident=612, running=2), forecasts=busy)) == "b"
+    # 28 ms of its own work share the engine with two others for three times as long: still soon. A full batch is not.
+    full = {"b": Forecast(rates=FAST, turn_s=10.0)}
+    choice = choose(member("a", resident=500), member("b", resident=612, running=4), forecasts=full)
+    assert chosen(choice) == "a"
+    assert reasons(choice)["b"] == "passed over: first token in 2.5 s, queue 2.5 s against 0 ms"
 
 
-def test_a_node_that_can_restore_wins_over_one_whose_store_is_down() -> None:
-    choice = choose(member("a", store_ok=False), member("b", running=2), stored=500)
+def test_a_faster_board_wins_when_both_have_to_compute() -> None:
+    choice = choose(member("a"), member("b"), forecasts={"a": Forecast(rates=SLOW)})
     assert chosen(choice) == "b"
-    assert reasons(choice)["a"] == "passed over: could restore 0 tokens against 500"
+    assert reasons(choice)["a"] == "passed over: first token in 1.3 s, prefill 1.3 s against 640 ms"
 
 
-def test_without_any_prefix_the_least_loaded_node_wins_and_then_the_first_by_name() -> None:
+def test_rows_come_from_the_store_where_that_is_sooner() -> None:
+    choice = choose(member("a", resident=100), member("b", store_ok=False), stored=500)
+    assert reasons(choice)["a"] == "chosen: first token in 173 ms, 500 of 640 tokens from the store"
+    parts = of(choice, "a")
+    assert (parts.n_restored, parts.n_computed) == (500, 140)
+    assert parts.restore_seconds == pytest.approx(0.01 + 500 * BYTES_PER_ROW * 1e-9)
+    assert parts.prefill_seconds == pytest.approx(0.14)
+    assert parts.predicted_seconds == pytest.approx(parts.queue_seconds + parts.restore_seconds + parts.prefill_seconds)
+    assert of(choice, "b").n_stored == 0
+
+
+def test_rows_are_computed_where_the_store_is_slower_than_that() -> None:
+    slow_disk = {"a": Forecast(rates=dataclasses.replace(FAST, restore_per_byte=1e-7))}
+    choice = choose(member("a", resident=100), stored=500, forecasts=slow_disk)
+    assert choice.prediction is not None
+    assert choice.prediction.recompute
+    assert (of(choice, "a").n_restored, of(choice, "a").n_computed) == (0, 540)
+    assert reasons(choice)["a"].endswith("100 of 640 tokens in memory, sooner than reading them from the store")
+    waiting = {"a": Forecast(rates=FAST, reading_s=2.0)}  # a good disk that others read from
+    behind = choose(member("a", resident=100), stored=500, forecasts=waiting)
+    assert behind.prediction is not None
+    assert behind.prediction.recompute
+
+
+def test_rows_of_other_sessions_in_memory_count_as_well() -> None:
+    choice = choose(member("a"), member("b"), shared={"b": 400})
+    assert chosen(choice) == "b"
+    assert of(choice, "b").n_resident == 400
+
+
+def test_without_any_difference_the_least_loaded_node_wins_and_then_the_first_by_name() -> None:
     assert chosen(choose(member("a", running=1, queued=1), member("b", running=1), member("c", running=1))) == "b"
     assert reasons(choose(member("a"), member("b")))["b"] == "passed over: as good as a, which comes first by name"
+    assert reasons(choose(member("a"), member("b", running=1)))["b"] == (
+        "passed over: as soon, but busier, 1 turn against 0"
+    )
 
 
 def test_turns_placed_since_the_last_heartbeat_count_as_load() -> None:
     assert chosen(choose(member("a"), member("b", running=1), placed={"a": 2})) == "b"
+
+
+def test_no_prediction_lets_a_node_queue_more_than_two_turns_beyond_another() -> None:
+    patient = {"a": Forecast(rates=FAST, turn_s=0.001)}  # a full batch that costs nothing, or so it seems
+    assert chosen(choose(member("a", resident=639, running=4, queued=2), member("b"), forecasts=patient)) == "a"
+    choice = choose(member("a", resident=639, running=4, queued=3), member("b"), forecasts=patient)
+    assert chosen(choice) == "b"
+    assert reasons(choice)["a"] == "passed over: 3 turns in its queue, and 0 in another one's"
+
+
+def test_a_large_fleet_shows_the_nearest_candidates_only() -> None:
+    choice = choose(*(member(f"n{i:04}", resident=i % 600) for i in range(2_000)))
+    assert (choice.n_candidates, len(choice.candidates)) == (2_000, MAX_CANDIDATES_KEPT)
+    assert chosen(choice) == "n0599"
+    assert all(c.n_resident > 580 for c in choice.candidates)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +211,12 @@ def test_any_choice_is_able_best_and_explained(
     assert all(c.reason.startswith("chosen: ") == c.chosen for c in choice.candidates)
     if choice.member is not None:
         assert choice.member in able
+        soonest = min(
+            (c.predicted_seconds for c in choice.candidates if not c.reason.startswith(("cannot", "passed over: it"))),
+            default=0.0,
+        )
+        assert choice.prediction is not None
+        assert choice.prediction.seconds <= soonest
         if any(m.node.node_id not in failed for m in able):
             assert choice.member.node.node_id not in failed
     again = choose(*reversed(members), stored=stored, failed=failed, fingerprint=fingerprint)

@@ -306,7 +306,7 @@ async def test_status_health_and_reflection(cluster: Cluster, model: LoadedModel
     await client.until_nodes(1)
     await all_of(client.generate(await client.new_session()))
     status = await client.status()
-    assert (status.model, status.generation, status.n_sessions, status.n_open_turns, status.n_turns_finished) == (
+    assert (status.model, status.n_predictions, status.n_sessions, status.n_open_turns, status.n_turns_finished) == (
         model.text.model_name, 1, 1, 0, 1,
     )  # fmt: skip
     assert [(n.node_id, n.state, n.fingerprint) for n in status.nodes] == [("a", chat_pb2.NODE_STATE_LIVE, "f" * 32)]

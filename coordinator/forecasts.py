@@ -1,0 +1,162 @@
+"""What the router knows of each node besides membership: its speed, its work, what lies in its memory. Pure.
+
+Everything here only makes predictions better or worse. A fresh coordinator knows none of it and routes all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from kvferry.coordinator.backlog import Awaited, Backlog
+from kvferry.coordinator.membership import Node
+from kvferry.coordinator.prediction import GUESSED_TURN_SECONDS, Forecast, Prediction
+from kvferry.coordinator.rates import NodeRates, Rates, Report, Told, typical
+from kvferry.coordinator.registry import TokenArray
+from kvferry.proto.v1 import common_pb2
+from kvferry.store.lcp_index import LcpIndex
+
+MAX_SCORED: Final = 256
+"""Latest predictions that the median error is taken over."""
+
+TURN_SECONDS_WEIGHT: Final = 0.1
+
+
+@dataclasses.dataclass(slots=True)
+class _NodeKnowledge:
+    boot_id: str
+    rates: NodeRates
+    backlog: Backlog = dataclasses.field(default_factory=Backlog)
+    # Tokens of the sessions in its memory, as far as this coordinator saw them.
+    memory: LcpIndex = dataclasses.field(default_factory=LcpIndex)
+
+
+@dataclasses.dataclass(slots=True)
+class Awaiting:
+    """A placement, from its beginning to its first token. Made by ``Forecasts.placed``."""
+
+    node: Node
+    predicted_s: float
+    placed_s: float
+    beside_decodes: bool
+    work: Awaited
+    is_over: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Of the latest placements that brought a token; medians, 0 while there is none."""
+
+    n: int
+    error: float
+    predicted_seconds: float
+    actual_seconds: float
+
+
+class Forecasts:
+    """One per coordinator. Times are those of one clock that does not jump."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _NodeKnowledge] = {}
+        self._scores: deque[tuple[float, float]] = deque(maxlen=MAX_SCORED)
+        self._turn_s = GUESSED_TURN_SECONDS
+
+    # What happens.
+
+    def placed(self, node: Node, prediction: Prediction, n_others: int, now_s: float) -> Awaiting:
+        """The node has a turn; it has ``n_others`` besides."""
+        backlog = self._known(node).backlog
+        beside_decodes = n_others > len(backlog)
+        work = backlog.add(prediction.restore_seconds, prediction.prefill_seconds, now_s)
+        return Awaiting(node, prediction.seconds, now_s, beside_decodes, work)
+
+    def reported(self, awaiting: Awaiting, prefix: common_pb2.PrefixReport, now_s: float) -> None:
+        """The node says what it did for the turn, as it shows its first token."""
+        known = self._known(awaiting.node)
+        report = Report(
+            n_tokens=prefix.n_tokens, n_restored=prefix.n_restored, n_computed=prefix.n_computed,
+            restore_seconds=prefix.restore_seconds, prefill_seconds=prefix.prefill_seconds,
+            bytes_per_row=awaiting.node.bytes_per_row, prefilled_alone=awaiting.work.prefilled_alone,
+            restored_alone=awaiting.work.restored_alone, beside_decodes=awaiting.beside_decodes,
+        )  # fmt: skip
+        known.rates.learn(report, told_by(awaiting.node), self._typical(), now_s)
+
+    def first_token(self, awaiting: Awaiting, now_s: float) -> None:
+        """Its first token is there."""
+        if not awaiting.is_over:
+            self._scores.append((awaiting.predicted_s, now_s - awaiting.placed_s))
+        self.over(awaiting, now_s)
+
+    def over(self, awaiting: Awaiting, now_s: float) -> None:
+        """Nothing more is to be awaited of it. No effect the second time."""
+        if not awaiting.is_over:
+            awaiting.is_over = True
+            self._known(awaiting.node).backlog.remove(awaiting.work, now_s)
+
+    def turn_ended(self, decode_s: float) -> None:
+        """A turn held its slot for this long after its first token."""
+        self._turn_s += TURN_SECONDS_WEIGHT * (decode_s - self._turn_s)
+
+    def remembers(self, node: Node, session_id: str, token_ids: TokenArray) -> None:
+        """The node has these tokens' rows, int32 [n], in its memory."""
+        self._known(node).memory.add(session_id, token_ids)
+
+    def heard(self, node: Node, resident: Mapping[str, int]) -> None:
+        """All that is in the node's memory now."""
+        memory = self._known(node).memory
+        for session_id in [s for s in memory if s not in resident]:
+            memory.remove(session_id)
+
+    # What is asked.
+
+    def of(self, nodes: Iterable[Node], now_s: float) -> dict[str, Forecast]:
+        ordinary = self._typical()
+        return {node.node_id: self._forecast(node, ordinary, now_s) for node in nodes}
+
+    def shared(self, nodes: Iterable[Node], token_ids: TokenArray) -> dict[str, int]:
+        """node_id → leading tokens of these, int32 [n], whose rows its memory has for any session."""
+        found: dict[str, int] = {}
+        for node in nodes:
+            known = self._nodes.get(node.node_id)
+            match = known.memory.find(token_ids) if known and known.boot_id == node.boot_id else None
+            if match is not None:
+                found[node.node_id] = min(match.n_common, node.resident.get(match.key, match.n_common))
+        return found
+
+    def accuracy(self) -> Accuracy:
+        if not self._scores:
+            return Accuracy(n=0, error=0.0, predicted_seconds=0.0, actual_seconds=0.0)
+        return Accuracy(
+            n=len(self._scores),
+            error=statistics.median(abs(p - a) / max(a, 1e-6) for p, a in self._scores),
+            predicted_seconds=statistics.median(p for p, _ in self._scores),
+            actual_seconds=statistics.median(a for _, a in self._scores),
+        )
+
+    # How it does it.
+
+    def _known(self, node: Node) -> _NodeKnowledge:
+        """A new boot begins with an empty memory and no work; the board's speed stays what it was."""
+        known = self._nodes.get(node.node_id)
+        if known is None or known.boot_id != node.boot_id:
+            known = _NodeKnowledge(node.boot_id, known.rates if known else NodeRates())
+            self._nodes[node.node_id] = known
+        return known
+
+    def _forecast(self, node: Node, ordinary: Rates, now_s: float) -> Forecast:
+        known = self._nodes.get(node.node_id)
+        rates = (known.rates if known else NodeRates()).now(told_by(node), ordinary)
+        if known is None or known.boot_id != node.boot_id:
+            return Forecast(rates=rates, turn_s=self._turn_s)
+        reading_s, prefilling_s = known.backlog.ahead(now_s)
+        return Forecast(rates=rates, reading_s=reading_s, prefilling_s=prefilling_s, turn_s=self._turn_s)
+
+    def _typical(self) -> Rates:
+        return typical(k.rates.now(Told(), Rates()) for k in self._nodes.values() if k.rates.has_learned)
+
+
+def told_by(node: Node) -> Told:
+    return Told(prefill_tokens=node.load.prefill_tokens_per_second, restore_bytes=node.load.restore_bytes_per_second)

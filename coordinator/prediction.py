@@ -1,0 +1,107 @@
+"""How long until a node shows the first token of a turn, in parts. Pure.
+
+    queue      until a slot of its batch is free, reads before its own, and prefills that share the engine with it
+    restore    rows that it lacks and the store has, at the rate it reads
+    prefill    what is left, at the rate it computes at that depth
+
+Rows come from the node's memory, or from the store if that covers more; the store is left alone where computing is
+sooner than reading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvferry.coordinator.backlog import wait_behind
+from kvferry.coordinator.membership import Member
+from kvferry.coordinator.rates import Rates
+
+DEFAULT_MAX_RUNNING: Final = 8
+"""Of a node that does not say how many turns it runs at once."""
+
+GUESSED_TURN_SECONDS: Final = 10.0
+"""How long a turn holds its slot, for want of a measurement."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What is known of one node's speed and of the work it has, at the moment of the decision."""
+
+    rates: Rates = dataclasses.field(default_factory=Rates)
+    # Seconds of reading left before a newcomer's, and of each turn's prefill.
+    reading_s: float = 0.0
+    prefilling_s: Sequence[float] = ()
+    # How long a turn holds a slot, from its first token to its last.
+    turn_s: float = GUESSED_TURN_SECONDS
+
+
+UNKNOWN: Final = Forecast()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowSources:
+    """Rows of the request that could be had without computing them; at most all but one."""
+
+    n_tokens: int
+    n_resident: int
+    n_stored: int
+    bytes_per_row: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Seconds until the first token, in parts, and what the node would do meanwhile."""
+
+    queue_seconds: float
+    restore_seconds: float
+    prefill_seconds: float
+    n_restored: int
+    n_computed: int
+    # The store has more than memory, and computing is sooner than reading.
+    recompute: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.queue_seconds + self.restore_seconds + self.prefill_seconds
+
+
+def predict(member: Member, rows: RowSources, forecast: Forecast, n_turns: int) -> Prediction:
+    """``n_turns``: turns on the node, running or waiting."""
+    rates = forecast.rates
+    drag = rates.decode_drag if n_turns > len(forecast.prefilling_s) else 1.0
+    from_memory = _way(rows, rows.n_resident, 0, forecast, drag)
+    best, recompute = from_memory, False
+    if rows.n_stored > rows.n_resident:
+        from_store = _way(rows, 0, rows.n_stored, forecast, drag)
+        # a tie goes to reading: it leaves the engine to others
+        recompute = from_memory.seconds < from_store.seconds
+        best = from_memory if recompute else from_store
+    slot_s = slot_wait(n_turns, member.node.max_running or DEFAULT_MAX_RUNNING, forecast.turn_s)
+    return dataclasses.replace(best, queue_seconds=best.queue_seconds + slot_s, recompute=recompute)
+
+
+def _way(rows: RowSources, n_resident: int, n_restored: int, forecast: Forecast, drag: float) -> Prediction:
+    """One way to get the rows; a restore replaces what memory had."""
+    n_reused = max(n_resident, n_restored)
+    restore_s = forecast.rates.restore_seconds(n_restored * rows.bytes_per_row)
+    prefill_s = drag * forecast.rates.prefill_seconds(n_reused, rows.n_tokens)
+    return Prediction(
+        queue_seconds=(forecast.reading_s if n_restored else 0.0) + wait_behind(forecast.prefilling_s, prefill_s),
+        restore_seconds=restore_s,
+        prefill_seconds=prefill_s,
+        n_restored=n_restored,
+        n_computed=rows.n_tokens - n_reused,
+        recompute=False,
+    )
+
+
+def slot_wait(n_turns: int, max_running: int, turn_s: float) -> float:
+    """Turns in a full batch end one by one, evenly spread over the time that one takes."""
+    n_before = n_turns - max_running + 1
+    return max(0, n_before) * turn_s / max_running
+
+
+def forecast_of(forecasts: Mapping[str, Forecast], node_id: str) -> Forecast:
+    return forecasts.get(node_id, UNKNOWN)

@@ -1,0 +1,97 @@
+"""A turn's events: how each is made, and how all of them are made again from a finished turn's record. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kvferry.coordinator.registry import TurnOutcome, TurnRecord
+from kvferry.proto.v1 import chat_pb2, common_pb2, worker_pb2
+
+
+class AnswerText(Protocol):
+    """Token ids in, text out; holds back half characters and what may begin a stop string."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_token_ids(self) -> Sequence[int]: ...
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """The text that this token completed, and whether a stop string is complete."""
+
+    def flush(self) -> str:
+        """What was held back, when nothing follows."""
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, for the table of alternatives."""
+
+
+def replay(record: TurnRecord, placements: Iterable[chat_pb2.Placement], text: AnswerText) -> list[chat_pb2.TurnEvent]:
+    """The events of a finished turn, made again from its record (without the nodes that were lost)."""
+    if record.outcome is None:
+        raise AssertionError("replay of an open turn")
+    events = [stamp(chat_pb2.TurnEvent(started=started(record)), record, 0, 0)]
+    waiting = sorted(map(as_announced, placements), key=lambda p: (p.first_index, p.epoch))
+    details = {t.index: t for t in worker_pb2.GeneratedTokens.FromString(record.outcome.logprobs).tokens}
+    epoch = record.epoch
+    pieces: list[str] = []
+    for index, token_id in enumerate(record.outcome.answer_ids.tolist()):
+        while waiting and waiting[0].first_index <= index:
+            epoch = waiting[0].epoch
+            events.append(stamp(chat_pb2.TurnEvent(placed=waiting.pop(0)), record, epoch, index))
+        piece = "" if token_id in text.end_token_ids else text.push(token_id)[0]
+        pieces.append(piece)
+        token = details.get(index) or common_pb2.GeneratedToken(index=index, token_id=token_id)
+        events.append(stamp(chat_pb2.TurnEvent(token=token_event(token, piece, text)), record, epoch, index))
+    tail = record.outcome.answer_text[len("".join(pieces)) :]
+    n_tokens = len(record.outcome.answer_ids)
+    events.extend(stamp(chat_pb2.TurnEvent(placed=p), record, p.epoch, n_tokens) for p in waiting)
+    events.append(
+        stamp(chat_pb2.TurnEvent(finished=finished(record, record.outcome, tail)), record, record.epoch, n_tokens)
+    )
+    return events
+
+
+def as_announced(placement: chat_pb2.Placement) -> chat_pb2.Placement:
+    """As readers were told of it: nobody knew then when its first token would come."""
+    announced = chat_pb2.Placement()
+    announced.CopyFrom(placement)
+    announced.ClearField("first_token_seconds")
+    return announced
+
+
+def stamp(event: chat_pb2.TurnEvent, record: TurnRecord, epoch: int, sequence: int) -> chat_pb2.TurnEvent:
+    event.session_id, event.turn_id, event.epoch, event.sequence = record.session_id, record.turn_id, epoch, sequence
+    return event
+
+
+def started(record: TurnRecord) -> chat_pb2.TurnStarted:
+    return chat_pb2.TurnStarted(n_prompt_tokens=record.n_prompt_tokens, n_history_tokens=record.n_history_tokens)
+
+
+def token_event(token: common_pb2.GeneratedToken, piece: str, text: AnswerText) -> chat_pb2.TokenEvent:
+    event = chat_pb2.TokenEvent(token_id=token.token_id, text=piece)
+    if token.HasField("logprob"):
+        event.logprob = token.logprob
+        event.top_logprobs.extend(
+            common_pb2.TokenLogprob(token_id=t.token_id, logprob=t.logprob, text=text.token_text(t.token_id))
+            for t in token.top_logprobs
+        )
+    return event
+
+
+def finished(record: TurnRecord, outcome: TurnOutcome, tail: str) -> chat_pb2.TurnFinished:
+    return chat_pb2.TurnFinished(
+        reason=common_pb2.FinishReason.ValueType(outcome.reason),
+        n_prompt_tokens=record.n_prompt_tokens,
+        n_answer_tokens=len(outcome.answer_ids),
+        tail_text=tail,
+        first_token_seconds=outcome.first_token_seconds,
+        total_seconds=outcome.total_seconds,
+        longest_pause_seconds=outcome.longest_pause_seconds,
+        n_placements=outcome.n_placements,
+        error_code=outcome.error_code,
+        error=outcome.error,
+    )
