@@ -16,12 +16,15 @@ from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantiz
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 
-# Published files have some 30 to 100 entries, at most a few thousand tensors, vocabularies of 262,144 and templates of
-# 20 KB.
+# Published files have some 30 to 100 entries, at most a few thousand tensors, vocabularies of 152,000 with as many
+# merges (4 MB, 460,000 items in all) and templates of 20 KB. An item takes up to 60 bytes in memory, however short it
+# is in the file.
 MAX_ENTRIES: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 16
+MAX_METADATA_BYTES: Final = 1 << 24
 MAX_STRING_BYTES: Final = 1 << 22
-MAX_ARRAY_ITEMS: Final = 1 << 22
+MAX_ARRAY_ITEMS: Final = 1 << 20  # of all arrays together
+MAX_NAME_BYTES: Final = 256
 MAX_DIMS: Final = 4
 MAX_ALIGNMENT: Final = 1 << 16
 
@@ -80,10 +83,12 @@ def read_header(view: memoryview) -> Header:
     n_entries = cursor.count("metadata entries", MAX_ENTRIES, min_item_bytes=13)
     metadata: dict[str, Any] = {}
     for _ in range(n_entries):
-        key = cursor.string("a metadata key")
+        key = cursor.string("a metadata key", MAX_NAME_BYTES)
         if key in metadata:
             raise HeaderDamaged(f"is damaged: metadata key {key!r} appears twice")
         metadata[key] = cursor.value(f"metadata entry {key!r}")
+        if cursor.offset > MAX_METADATA_BYTES:
+            raise HeaderDamaged(f"is damaged: its metadata takes more than the limit of {MAX_METADATA_BYTES} bytes")
     raw = [_tensor_entry(cursor) for _ in range(n_tensors)]
     start = _align(cursor.offset, _alignment(metadata))
     tensors = [TensorEntry(e.name, e.dims, e.kind, start + e.offset, e.n_bytes) for e in raw]
@@ -96,6 +101,7 @@ class _Cursor:
 
     def __init__(self, view: memoryview, offset: int) -> None:
         self._view = view
+        self._n_items_left = MAX_ARRAY_ITEMS
         self.offset = offset
 
     def _take(self, n_bytes: int, what: str) -> int:
@@ -118,10 +124,10 @@ class _Cursor:
             raise HeaderDamaged(f"was cut short: it claims {n_items} {what} and ends before they could fit")
         return n_items
 
-    def string(self, what: str) -> str:
+    def string(self, what: str, limit: int = MAX_STRING_BYTES) -> str:
         n_bytes = int(self.scalar(GGUFValueType.UINT64, what))
-        if n_bytes > MAX_STRING_BYTES:
-            raise HeaderDamaged(f"is damaged: {what} claims {n_bytes} bytes, more than the limit of {MAX_STRING_BYTES}")
+        if n_bytes > limit:
+            raise HeaderDamaged(f"is damaged: {what} claims {n_bytes} bytes, more than the limit of {limit}")
         start = self._take(n_bytes, what)
         try:
             return str(self._view[start : start + n_bytes], "utf-8")
@@ -146,7 +152,8 @@ class _Cursor:
         packer = _SCALARS.get(kind)
         if packer is None and kind != GGUFValueType.STRING:
             raise HeaderDamaged(f"is damaged: {what} is an array of the unknown or nested value type {kind}")
-        n_items = self.count(f"items in {what}", MAX_ARRAY_ITEMS, min_item_bytes=packer.size if packer else 8)
+        n_items = self.count(f"items in {what}", self._n_items_left, min_item_bytes=packer.size if packer else 8)
+        self._n_items_left -= n_items
         if packer is None:
             return [self.string(what) for _ in range(n_items)]
         start = self._take(n_items * packer.size, what)
@@ -155,7 +162,7 @@ class _Cursor:
 
 def _tensor_entry(cursor: _Cursor) -> TensorEntry:
     """One tensor's description; its offset is still relative to the start of the data."""
-    name = cursor.string("a tensor's name")
+    name = cursor.string("a tensor's name", MAX_NAME_BYTES)
     what = f"tensor {name!r}"
     n_dims = int(cursor.scalar(GGUFValueType.UINT32, what))
     if not 1 <= n_dims <= MAX_DIMS:

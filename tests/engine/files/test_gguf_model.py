@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import gguf
 import numpy as np
@@ -28,22 +26,13 @@ MODELS = [
     "qwen3vlmoe_bf16",
 ]
 Recorded = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def twin() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gguf_twin", Path(__file__).with_name("gguf_twin.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+WriteTwin = Callable[..., Path]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_model(name: str, recorded: Recorded, twin: ModuleType, tmp_path: Path) -> None:
+def test_the_same_model(name: str, recorded: Recorded, write_twin: WriteTwin, tmp_path: Path) -> None:
     folder = recorded(name) / "model"
-    ours, theirs = open_model(twin.write_twin(folder, tmp_path / "model.gguf")), open_model(folder)
+    ours, theirs = open_model(write_twin(folder, tmp_path / "model.gguf")), open_model(folder)
     assert list(ours.tensors) == list(theirs.tensors)
     for tensor in theirs.tensors:
         assert ours.tensors[tensor].shape == theirs.tensors[tensor].shape
@@ -63,10 +52,10 @@ def test_the_same_model(name: str, recorded: Recorded, twin: ModuleType, tmp_pat
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "f16", "bf16"])
 def test_rows_in_blocks_are_given_as_stored_and_as_numbers(
-    kind: str, recorded: Recorded, twin: ModuleType, tmp_path: Path
+    kind: str, recorded: Recorded, write_twin: WriteTwin, tmp_path: Path
 ) -> None:
     folder = recorded("qwen3moe_nonorm_f32") / "model"
-    ours, exact = open_model(twin.write_twin(folder, tmp_path / "m.gguf", kind)), open_model(folder)
+    ours, exact = open_model(write_twin(folder, tmp_path / "m.gguf", kind)), open_model(folder)
     library_kind = gguf.GGMLQuantizationType[kind.upper()]
     for name, tensor in ours.tensors.items():
         if tensor.kind == "f32":
@@ -92,9 +81,9 @@ def test_a_llama_s_rows_are_put_back_in_order_range_by_range(recorded: Recorded,
 
 
 def test_a_model_that_sees_without_its_mmproj_takes_text_only(
-    recorded: Recorded, twin: ModuleType, tmp_path: Path
+    recorded: Recorded, write_twin: WriteTwin, tmp_path: Path
 ) -> None:
-    path = twin.write_twin(recorded("qwen3vlmoe_bf16") / "model", tmp_path / "m.gguf")
+    path = write_twin(recorded("qwen3vlmoe_bf16") / "model", tmp_path / "m.gguf")
     mmproj = tmp_path / "mmproj-m.gguf"
     assert open_model(path).config.vision is not None
     assert open_model(path).weight_files == (path, mmproj)
@@ -112,8 +101,8 @@ def test_a_model_that_sees_without_its_mmproj_takes_text_only(
         open_model(path)
 
 
-def test_the_mmproj_of_another_model_is_refused(recorded: Recorded, twin: ModuleType, tmp_path: Path) -> None:
-    path = twin.write_twin(recorded("qwen3vlmoe_bf16") / "model", tmp_path / "m.gguf")
+def test_the_mmproj_of_another_model_is_refused(recorded: Recorded, write_twin: WriteTwin, tmp_path: Path) -> None:
+    path = write_twin(recorded("qwen3vlmoe_bf16") / "model", tmp_path / "m.gguf")
     with pytest.raises(UnsupportedArchitecture, match="projector 'none' is not supported"):
         open_model(path, vision_path=path)
     with pytest.raises(UnsupportedArchitecture, match="architecture 'clip' is not supported; supported in GGUF"):
@@ -130,9 +119,9 @@ def test_the_mmproj_of_another_model_is_refused(recorded: Recorded, twin: Module
     ],
 )
 def test_metadata_that_contradicts_the_tensors_is_refused(
-    old: bytes, new: bytes, reason: str, recorded: Recorded, twin: ModuleType, tmp_path: Path
+    old: bytes, new: bytes, reason: str, recorded: Recorded, write_twin: WriteTwin, tmp_path: Path
 ) -> None:
-    path = twin.write_twin(recorded("qwen3_untied_f32") / "model", tmp_path / "m.gguf")
+    path = write_twin(recorded("qwen3_untied_f32") / "model", tmp_path / "m.gguf")
     body = path.read_bytes()
     assert body.count(old) == 1
     path.unlink()
