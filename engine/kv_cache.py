@@ -189,6 +189,23 @@ class KvSequence:
         self._pool.share(shared)
         return KvSequence(self._pool, shared + copied, n_rows)
 
+    def adopt(self, source: KvSequence, n_rows: int) -> None:
+        """Count ``n_rows`` rows of ``source`` (whole blocks, the same tokens) as one's own: the blocks are shared.
+
+        The blocks held here for those positions go back to the pool, those beyond stay. Raises ValueError for rows
+        that are not there, or fewer than count already.
+        """
+        self._check_alive()
+        n_full, n_partial = divmod(n_rows, KV_BLOCK)
+        if n_partial or not self._n_rows <= n_rows <= source.n_rows:
+            raise ValueError(f"cannot adopt {n_rows} rows: {self._n_rows} count here and {source.n_rows} there")
+        shared, own = source._blocks[:n_full], self._blocks[:n_full]
+        self._pool.share(shared)
+        self._pool.release(own)
+        self._blocks[:n_full] = shared
+        self._table = np.array(self._blocks, dtype=np.int32)
+        self._n_rows = n_rows
+
     def release(self) -> None:
         """Give the blocks back; the sequence is of no use afterwards. Releasing twice does nothing."""
         if not self._released:

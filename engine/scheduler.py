@@ -3,13 +3,16 @@
 The scheduler knows jobs and rows, never sessions, stores or clients. It has no clock and no thread of its own: whoever
 owns the engine calls `step` in a loop. Because the engine's bits do not depend on chunking or on the batch, the plan
 below is free to share rows as it likes; only waiting times depend on it.
+
+A job waits in the queue for a place, for memory, and for another job that is computing rows which both need.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from bisect import insort
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -19,14 +22,15 @@ from kvferry.engine.config import ModelConfig
 from kvferry.engine.engine import Chunk
 from kvferry.engine.errors import EngineError, OutOfKvMemory
 from kvferry.engine.kv_cache import KvPool, KvSequence
+from kvferry.engine.pacing import StepPacer
 from kvferry.engine.sampling import SampledToken, SamplingSettings, sample
+from kvferry.engine.sharing import PrefixShare
 
 ROW_BUDGET: Final = 256
 """Rows of one step while nobody decodes: the kernels gain nothing beyond, and a stop takes effect between two steps."""
 
 PREFILL_ROWS_BESIDE_DECODES: Final = 64
-"""Prefill rows of a step that also decodes: bounds the pause that a long prompt puts between two tokens of the
-others."""
+"""Prefill rows of a step that also decodes, for a scheduler without a clock; with one, its pacer measures."""
 
 MAX_RUNNING: Final = 16
 """Jobs in one batch; the others wait in the queue."""
@@ -62,7 +66,8 @@ class Job:
 
     `sequence` holds the rows of a prefix of `token_ids`, at most all but one of them, and belongs to the scheduler
     until the job ends. `token_ids` are the prompt's `n_prompt_tokens` and then the answer tokens that exist already;
-    `max_tokens` counts those too.
+    `max_tokens` counts those too. Jobs of a higher `priority` go first, and among equals those that arrived earlier, by
+    any measure of `arrival`.
     """
 
     job_id: str
@@ -72,6 +77,8 @@ class Job:
     sampling: SamplingSettings
     max_tokens: int
     end_token_ids: Collection[int]
+    priority: int = 0
+    arrival: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +87,7 @@ class StepOutput:
 
     job_id: str
     n_rows: int  # rows computed in this step
+    n_shared: int = 0  # rows taken over from others since it was submitted
     token: SampledToken | None = None
     token_index: int = 0  # of `token` in the answer, from 0
     finish: Finish | None = None
@@ -89,9 +97,32 @@ class StepOutput:
 @dataclass(slots=True)
 class _Running:
     job: Job
+    serial: int
     tokens: NDArray[np.int32]  # [capacity]: the first n_tokens are the sequence so far
     n_tokens: int
+    n_first_tokens: int  # it came with
+    n_first_rows: int
+    share: PrefixShare
     is_decoding: bool = False
+    n_shared: int = 0
+    n_ended_at_look: int = -1  # jobs that had ended when it last looked for rows outside
+
+    @property
+    def sequence(self) -> KvSequence:
+        return self.job.sequence
+
+    @property
+    def priority(self) -> int:
+        return self.job.priority
+
+    @property
+    def first_tokens(self) -> NDArray[np.int32]:
+        return self.tokens[: self.n_first_tokens]
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """The order of the queue."""
+        return -self.job.priority, self.job.arrival, self.serial
 
     @property
     def n_pending_rows(self) -> int:
@@ -112,26 +143,25 @@ class Counters:
     n_steps: int = 0
     n_rows_prefilled: int = 0
     n_tokens_generated: int = 0
+    n_rows_shared: int = 0
+    n_jobs_ended: int = 0
 
 
 def plan_rows(
-    pending: Sequence[int], is_decoding: Sequence[bool], row_budget: int, prefill_rows_beside_decodes: int
+    pending: Sequence[int], is_decoding: Sequence[bool], priorities: Sequence[int], n_prefill_rows: int
 ) -> list[int]:
-    """Rows of the next step for each job: one for every decode, the rest shared among the prefills, the short ones
-    first.
+    """Rows of the next step for each job: one for every decode, and n_prefill_rows shared among the prefills.
 
-    `pending[i]` (>= 1) is what job i still lacks. Max-min fair: no prefill gets more while another that wants more has
-    less.
+    `pending[i]` (>= 1) is what job i still lacks. The highest priority takes what it wants first. Within one the plan
+    is max-min fair: no prefill gets more while another that wants more has less.
     """
-    n_decodes = sum(is_decoding)
     rows = [1 if decoding else 0 for decoding in is_decoding]
-    left = max(row_budget - n_decodes, 1)
-    if n_decodes:
-        left = min(left, prefill_rows_beside_decodes)
-    prefills = sorted((n, i) for i, n in enumerate(pending) if not is_decoding[i])
-    for rank, (n, i) in enumerate(prefills):
-        rows[i] = min(n, -(-left // (len(prefills) - rank)))
-        left -= rows[i]
+    left = n_prefill_rows
+    for priority in sorted(set(priorities), reverse=True):
+        prefills = sorted((n, i) for i, n in enumerate(pending) if not is_decoding[i] and priorities[i] == priority)
+        for rank, (n, i) in enumerate(prefills):
+            rows[i] = min(n, -(-left // (len(prefills) - rank)))
+            left -= rows[i]
     return rows
 
 
@@ -139,13 +169,19 @@ def _no_room(_n_blocks: int) -> Room:
     return "never"
 
 
+def _no_rows(_job: Job) -> None:
+    return None
+
+
 @dataclass(slots=True)
 class Scheduler:
     """Runs jobs to their ends, step by step. Not thread-safe: one thread calls everything, the one that owns the
     engine.
 
-    `make_room(n_blocks)` is asked when the pool is short of that many blocks. When none can be had, the job that came
-    last is ended with OutOfKvMemory, so that the older ones go on.
+    `make_room(n_blocks)` is asked when the pool is short of that many blocks. When none can be had, the least important
+    job is ended with OutOfKvMemory (of equals the one that came last), so that the others go on. `find_rows(job)` is
+    asked before a job gets its place: a sequence that has more of its rows by now, and how many (whole blocks).
+    `clock`, in seconds, lets a pacer choose how many prefill rows a step takes; no bit depends on it.
     """
 
     engine: BatchEngine
@@ -153,9 +189,13 @@ class Scheduler:
     row_budget: int = ROW_BUDGET
     prefill_rows_beside_decodes: int = PREFILL_ROWS_BESIDE_DECODES
     make_room: Callable[[int], Room] = _no_room
+    find_rows: Callable[[Job], tuple[KvSequence, int] | None] = _no_rows
+    clock: Callable[[], float] | None = None
+    pacer: StepPacer = field(default_factory=StepPacer)
     counters: Counters = field(default_factory=Counters)
-    _queue: deque[_Running] = field(default_factory=deque)
-    _running: list[_Running] = field(default_factory=list)  # in order of arrival
+    _queue: list[_Running] = field(default_factory=list)  # by rank
+    _running: list[_Running] = field(default_factory=list)  # in order of admission
+    _serials: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.row_budget:
@@ -186,14 +226,23 @@ class Scheduler:
         n_more = max(job.max_tokens - (n - job.n_prompt_tokens), 0)
         tokens = np.empty(n + min(n_more, self.engine.context_length), dtype=np.int32)
         tokens[:n] = job.token_ids
-        self._queue.append(_Running(job=job, tokens=tokens, n_tokens=n))
+        waiting = _Running(
+            job=job,
+            serial=next(self._serials),
+            tokens=tokens,
+            n_tokens=n,
+            n_first_tokens=n,
+            n_first_rows=job.sequence.n_rows,
+            share=PrefixShare(self.engine.pool.geometry.block_size),
+        )
+        insort(self._queue, waiting, key=lambda other: other.rank)
 
     def stop(self, job_id: str) -> bool:
         """End a job now; its sequence keeps its rows. False when it is not here."""
         for jobs in (self._running, self._queue):
             for running in jobs:
                 if running.job.job_id == job_id:
-                    jobs.remove(running)
+                    self._leave(running, jobs)
                     return True
         return False
 
@@ -202,23 +251,49 @@ class Scheduler:
         outputs = self._admit() + self._end_complete_jobs()
         batch, shed = self._secure_memory(self._plan())
         if batch:
+            began_at = self.clock() if self.clock else 0.0
+            n_decodes = sum(running.is_decoding for running, _ in batch)
             logits = self.engine.forward([self._chunk(running, n) for running, n in batch])
             self.counters.n_steps += 1
             outputs += [self._advance(running, n, rows) for (running, n), rows in zip(batch, logits, strict=True)]
+            if self.clock:
+                n_prefill_rows = sum(n for _, n in batch) - n_decodes
+                self.pacer.learn(n_decodes, n_prefill_rows, self.clock() - began_at)
         return outputs + shed
 
     def _admit(self) -> list[StepOutput]:
         """Let jobs into the batch whose prompts have memory; the first one goes when it can never have it."""
-        while self._queue and len(self._running) < self.max_running:
-            waiting = self._queue[0]
-            room = self._reserve(waiting.job.sequence, waiting.n_tokens)
+        for waiting in list(self._queue):
+            if len(self._running) >= self.max_running:
+                break
+            if self._waits_for_rows(waiting):
+                continue
+            room = self._reserve(waiting.sequence, waiting.n_tokens)
             if room == "never" and not self._running:
-                self._running.append(self._queue.popleft())
-                return [self._shed_youngest()]
+                self._leave(waiting, self._queue)
+                return [_out_of_memory(waiting)]
             if room != "free":
                 break  # it waits for those that run to end, or for memory that is on its way
-            self._running.append(self._queue.popleft())
+            self._queue.remove(waiting)
+            self._running.append(waiting)
         return []
+
+    def _waits_for_rows(self, waiting: _Running) -> bool:
+        """Take over the rows that exist by now; True when a running job is computing more of them."""
+        is_waiting = waiting.share.take(waiting, self._running)
+        if not is_waiting and waiting.n_ended_at_look != self.counters.n_jobs_ended:
+            waiting.n_ended_at_look = self.counters.n_jobs_ended
+            found = self.find_rows(waiting.job)
+            if found is not None and found[1] > waiting.sequence.n_rows:
+                waiting.sequence.adopt(*found)
+        n_shared = waiting.sequence.n_rows - waiting.n_first_rows
+        self.counters.n_rows_shared += n_shared - waiting.n_shared
+        waiting.n_shared = n_shared
+        return is_waiting
+
+    def _leave(self, running: _Running, jobs: list[_Running]) -> None:
+        jobs.remove(running)
+        self.counters.n_jobs_ended += 1
 
     def _end_complete_jobs(self) -> list[StepOutput]:
         """Jobs whose answer was complete on arrival (a failover right after the last token)."""
@@ -226,18 +301,27 @@ class Scheduler:
         for running in list(self._running):
             finish = running.finish_before(self.engine.context_length)
             if finish is not None:
-                self._running.remove(running)
-                outputs.append(StepOutput(job_id=running.job.job_id, n_rows=0, finish=finish))
+                self._leave(running, self._running)
+                outputs.append(
+                    StepOutput(job_id=running.job.job_id, n_rows=0, n_shared=running.n_shared, finish=finish)
+                )
         return outputs
 
     def _plan(self) -> list[tuple[_Running, int]]:
         rows = plan_rows(
             [r.n_pending_rows for r in self._running],
             [r.is_decoding for r in self._running],
-            self.row_budget,
-            self.prefill_rows_beside_decodes,
+            [r.priority for r in self._running],
+            self._n_prefill_rows(sum(r.is_decoding for r in self._running)),
         )
         return [(running, n) for running, n in zip(self._running, rows, strict=True) if n]
+
+    def _n_prefill_rows(self, n_decodes: int) -> int:
+        """Most rows that the next step computes for prompts."""
+        most = max(self.row_budget - n_decodes, 1)
+        if self.clock:
+            return min(most, self.pacer.rows(n_decodes))
+        return min(most, self.prefill_rows_beside_decodes) if n_decodes else most
 
     def _secure_memory(self, plan: list[tuple[_Running, int]]) -> tuple[list[tuple[_Running, int]], list[StepOutput]]:
         """The jobs of the plan that hold blocks for their rows, oldest first, and the one that had to go.
@@ -246,11 +330,13 @@ class Scheduler:
         """
         batch: list[tuple[_Running, int]] = []
         for running, n in plan:
-            room = self._reserve(running.job.sequence, running.job.sequence.n_rows + n)
+            room = self._reserve(running.sequence, running.sequence.n_rows + n)
             if room == "free":
                 batch.append((running, n))
             elif room == "never":
-                return batch, [self._shed_youngest()]
+                least = max(self._running, key=lambda other: other.rank)
+                self._leave(least, self._running)
+                return [(other, n) for other, n in batch if other is not least], [_out_of_memory(least)]
         return batch, []
 
     def _reserve(self, sequence: KvSequence, n_rows: int) -> Room:
@@ -266,18 +352,10 @@ class Scheduler:
                 return "free"
         return "later"  # another thread took what was made free
 
-    def _shed_youngest(self) -> StepOutput:
-        youngest = self._running.pop()
-        error = OutOfKvMemory(
-            f"no key/value memory is left for this turn at {youngest.n_tokens} tokens beside the older ones; "
-            "try another node, or give this one more --kv-memory"
-        )
-        return StepOutput(job_id=youngest.job.job_id, n_rows=0, error=error)
-
     def _chunk(self, running: _Running, n_rows: int) -> Chunk:
-        start = running.job.sequence.n_rows
+        start = running.sequence.n_rows
         return Chunk(
-            sequence=running.job.sequence,
+            sequence=running.sequence,
             token_ids=running.tokens[start : start + n_rows],
             logits="last" if start + n_rows == running.n_tokens else "none",
         )
@@ -285,20 +363,30 @@ class Scheduler:
     def _advance(self, running: _Running, n_rows: int, logits: NDArray[np.float32]) -> StepOutput:
         """Draw the token when the job's last row was computed."""
         self.counters.n_rows_prefilled += 0 if running.is_decoding else n_rows
-        job, position = running.job, running.n_tokens
+        job, position, n_shared = running.job, running.n_tokens, running.n_shared
         if running.n_pending_rows > 0:
-            return StepOutput(job_id=job.job_id, n_rows=n_rows)
+            return StepOutput(job_id=job.job_id, n_rows=n_rows, n_shared=n_shared)
         try:
             token = sample(logits[-1], running.tokens[:position], job.sampling, position)
         except EngineError as error:  # no finite logit: the others are not to blame
-            self._running.remove(running)
-            return StepOutput(job_id=job.job_id, n_rows=n_rows, error=error)
+            self._leave(running, self._running)
+            return StepOutput(job_id=job.job_id, n_rows=n_rows, n_shared=n_shared, error=error)
         running.tokens[position] = token.token_id
         running.n_tokens += 1
         running.is_decoding = True
         self.counters.n_tokens_generated += 1
         finish = running.finish_before(self.engine.context_length)
         if finish is not None:
-            self._running.remove(running)
+            self._leave(running, self._running)
         index = position - job.n_prompt_tokens
-        return StepOutput(job_id=job.job_id, n_rows=n_rows, token=token, token_index=index, finish=finish)
+        return StepOutput(
+            job_id=job.job_id, n_rows=n_rows, n_shared=n_shared, token=token, token_index=index, finish=finish
+        )
+
+
+def _out_of_memory(running: _Running) -> StepOutput:
+    error = OutOfKvMemory(
+        f"no key/value memory is left for this turn at {running.n_tokens} tokens beside the others; "
+        "try another node, or give this one more --kv-memory"
+    )
+    return StepOutput(job_id=running.job.job_id, n_rows=0, n_shared=running.n_shared, error=error)

@@ -58,6 +58,15 @@ class NodeConfig(BaseSettings):
     )
     max_running: int = Field(default=8, ge=1, le=64, description="turns in one batch")
     max_queued: int = Field(default=32, ge=0, le=1024, description="turns that may wait beside those")
+    decode_slowdown: float = Field(
+        default=2.5,
+        gt=1,
+        le=1000,
+        description="how much longer than alone a step of running turns may take for prompts",
+    )
+    step_seconds: float = Field(
+        default=0.5, gt=0, le=60, description="longest step without running turns: a stop takes effect after it"
+    )
     max_sessions: int = Field(default=512, ge=1, le=100_000, description="sessions kept in memory")
     store_max_bytes: ByteSize = Field(default=ByteSize(16 << 30), ge=1 << 20, description="size the store may grow to")
     store_max_files: int = Field(default=4096, ge=1, description="snapshots the store may hold")

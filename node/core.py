@@ -36,6 +36,7 @@ class _Run:
     n_published: int
     n_resident: int
     n_restored: int = 0
+    n_shared: int = 0  # taken over from others in memory after it was submitted
     snapshot: str = ""
     refused: tuple[str, ...] = ()
     restore: RestoreRequest | None = None  # set while the rows are awaited
@@ -102,6 +103,7 @@ class NodeCore:
             totals=self.totals,
         )
         scheduler.make_room = self.memory.make_room
+        scheduler.find_rows = self._find_rows
 
     @property
     def has_work(self) -> bool:
@@ -154,7 +156,8 @@ class NodeCore:
         sequence, n_published = self.memory.rows_for(turn.session_id, turn.token_ids, n_most)
         run = _Run(turn=turn, sequence=sequence, n_published=n_published, n_resident=sequence.n_rows)
         self._runs[turn.run_id] = run
-        run.restore = self._ask_restore(turn.token_ids, sequence.n_rows, n_most)
+        if not turn.recompute:
+            run.restore = self._ask_restore(turn.token_ids, sequence.n_rows, n_most)
         run.restore_asked_at = self._clock()
         if run.restore is None:
             self._submit(run)
@@ -209,14 +212,22 @@ class NodeCore:
             sampling=turn.sampling,
             max_tokens=turn.max_tokens,
             end_token_ids=turn.end_token_ids,
+            priority=turn.priority,
+            arrival=turn.run_id,  # a turn that waited for the store keeps its place
         )
         self._scheduler.submit(job)
+
+    def _find_rows(self, job: Job) -> tuple[KvSequence, int] | None:
+        """What became resident while the job waited for its place: another session's turn that ended meanwhile."""
+        run = self._runs[int(job.job_id)]
+        return self.memory.whole_blocks_for(run.session_id, run.turn.token_ids[:-1])
 
     def _tell(self, output: StepOutput, began_at: float, now: float) -> _Run | None:
         """Post what a step did for one run; returns the run when it ended."""
         run = self._runs[int(output.job_id)]
         if run.started_at is None:
             run.started_at = began_at
+        run.n_shared = output.n_shared
         if not run.new_tokens and (output.token is not None or output.finish is not None):
             self._post(run.turn, self._prefix(run, output.token is not None, now))
         if output.token is not None:
@@ -233,9 +244,9 @@ class NodeCore:
         n_tokens = len(run.turn.token_ids)
         return Prefix(
             n_tokens=n_tokens,
-            n_resident=run.n_resident,
+            n_resident=run.n_resident + run.n_shared,
             n_restored=run.n_restored,
-            n_computed=n_tokens - run.n_resident - run.n_restored if is_computed else 0,
+            n_computed=n_tokens - run.n_resident - run.n_shared - run.n_restored if is_computed else 0,
             queue_seconds=max(started_at - run.turn.arrived_at - run.restore_seconds, 0.0),
             restore_seconds=run.restore_seconds,
             prefill_seconds=now - started_at,

@@ -12,6 +12,8 @@ import numpy as np
 
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.files.resolve import resolve_model
+from kvferry.engine.pacing import StepPacer
+from kvferry.engine.sampling import warm_up
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.text.model import TextModel
 from kvferry.node.config import NodeConfig
@@ -84,6 +86,7 @@ def _warm_up(engine: Engine) -> None:
         sequence = engine.new_sequence()
         engine.forward([Chunk(sequence, np.zeros(n_rows, dtype=np.int32), "last")])
         sequence.release()
+    warm_up(engine.config.vocab_size)
     log.info("the engine warmed up in %.1f s", time.monotonic() - started_at)
 
 
@@ -101,9 +104,10 @@ def _make_engine_thread(
         restore_min_tokens=config.restore_min_tokens,
         restore_deadline_seconds=config.restore_deadline_seconds,
     )
+    pacer = StepPacer(target_ratio=config.decode_slowdown, step_seconds=config.step_seconds)
     return EngineThread(
         lambda post: NodeCore(
-            scheduler=Scheduler(engine, max_running=config.max_running),
+            scheduler=Scheduler(engine, max_running=config.max_running, clock=time.monotonic, pacer=pacer),
             pool=engine.pool,
             new_sequence=engine.new_sequence,
             io=io,

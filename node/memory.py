@@ -81,6 +81,16 @@ class RowMemory:
             own.sequence.release()
         return sequence, min(n_published, sequence.n_rows)
 
+    def whole_blocks_for(self, session_id: str, token_ids: NDArray[np.int32]) -> tuple[KvSequence, int] | None:
+        """An idle session's rows that a request may share, in whole blocks; those of running ones are the scheduler's
+        to share."""
+        match = self.sessions.best_match(token_ids, preferred=session_id)
+        if match is None:
+            return None
+        resident, n_common = match
+        self.sessions.touch(resident.session_id)
+        return resident.sequence, n_common - n_common % self._pool.geometry.block_size
+
     def keep(self, resident: Resident) -> None:
         """Make a session resident, and let the oldest go when there are too many."""
         self.sessions.keep(resident)

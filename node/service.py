@@ -129,6 +129,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             max_tokens=request.max_tokens,
             end_token_ids=frozenset(request.end_token_ids),
             arrived_at=now,
+            priority=request.priority,
+            recompute=request.recompute,
         )
 
     @_answered

@@ -15,13 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.kv_cache import KvSequence
+from kvferry.engine.sharing import common_prefix
 
-
-def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """How many leading tokens of a (int32 [n]) and b (int32 [m]) are equal."""
-    n = min(len(a), len(b))
-    differing = np.flatnonzero(a[:n] != b[:n])
-    return int(differing[0]) if len(differing) else n
+__all__ = ["Resident", "ResidentSessions", "RowOwner", "common_prefix"]
 
 
 class RowOwner(Protocol):

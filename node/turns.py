@@ -115,4 +115,6 @@ class Turn:
     max_tokens: int
     end_token_ids: frozenset[int]
     arrived_at: float  # on the monotonic clock, seconds
+    priority: int = 0  # higher goes first
+    recompute: bool = False  # whoever asks foresaw that computing is sooner than reading the store
     outbox: Outbox = field(default_factory=Outbox, repr=False)

@@ -17,6 +17,9 @@ from kvferry.node.turns import Finished, Prefix, Token
 from kvferry.proto.v1 import common_pb2, worker_pb2
 
 MAX_NAME_BYTES: Final = 256
+MAX_PRIORITY: Final = 100
+"""Either way from 0: more than enough classes, and none can be put beyond all others by a careless client."""
+
 MAX_END_TOKENS: Final = 1024
 """Far more than any model has; checked since the set is looked at for every token."""
 
@@ -62,6 +65,8 @@ def parse_counts(request: worker_pb2.RunTurnRequest, context_length: int) -> Non
         raise InvalidRequest("max_tokens must be at least 1")
     if n_ends > MAX_END_TOKENS:
         raise InvalidRequest(f"there are {n_ends} end_token_ids, at most {MAX_END_TOKENS} are allowed")
+    if abs(request.priority) > MAX_PRIORITY:
+        raise InvalidRequest(f"priority is {request.priority}, it must lie in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
 
 
 def parse_sampling(message: common_pb2.SamplingSettings) -> SamplingSettings:

@@ -33,6 +33,7 @@ class RunTurnRequest(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RECOMPUTE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     turn_id: _builtins.str
     epoch: _builtins.int
@@ -45,6 +46,8 @@ class RunTurnRequest(_message.Message):
     """Of the whole answer, tokens that exist already included; at least 1."""
     recompute: _builtins.bool
     """Computing the rows was foreseen to be sooner than reading them from the store: do not read."""
+    priority: _builtins.int
+    """Higher goes first, in the queue and in what a step computes; -100 to 100."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then the answer tokens that exist already."""
@@ -68,10 +71,11 @@ class RunTurnRequest(_message.Message):
         max_tokens: _builtins.int = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         recompute: _builtins.bool = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "priority", b"priority", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -463,6 +467,44 @@ class NodeLoad(_message.Message):
 Global___NodeLoad: _TypeAlias = NodeLoad  # noqa: Y015
 
 @_typing.final
+class ProcessHealth(_message.Message):
+    """How the process fares that answers: its event loop must never be blocked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOOP_LAG_P50_SECONDS_FIELD_NUMBER: _builtins.int
+    LOOP_LAG_P99_SECONDS_FIELD_NUMBER: _builtins.int
+    LOOP_LAG_MAX_SECONDS_FIELD_NUMBER: _builtins.int
+    N_LOOP_LAG_SAMPLES_FIELD_NUMBER: _builtins.int
+    N_TASKS_FIELD_NUMBER: _builtins.int
+    N_OPEN_TURNS_FIELD_NUMBER: _builtins.int
+    loop_lag_p50_seconds: _builtins.float
+    """How late the event loop woke, over the last half minute."""
+    loop_lag_p99_seconds: _builtins.float
+    loop_lag_max_seconds: _builtins.float
+    n_loop_lag_samples: _builtins.int
+    n_tasks: _builtins.int
+    """Tasks of the event loop, and turns that somebody reads."""
+    n_open_turns: _builtins.int
+    def __init__(
+        self,
+        *,
+        loop_lag_p50_seconds: _builtins.float = ...,
+        loop_lag_p99_seconds: _builtins.float = ...,
+        loop_lag_max_seconds: _builtins.float = ...,
+        n_loop_lag_samples: _builtins.int = ...,
+        n_tasks: _builtins.int = ...,
+        n_open_turns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loop_lag_max_seconds", b"loop_lag_max_seconds", "loop_lag_p50_seconds", b"loop_lag_p50_seconds", "loop_lag_p99_seconds", b"loop_lag_p99_seconds", "n_loop_lag_samples", b"n_loop_lag_samples", "n_open_turns", b"n_open_turns", "n_tasks", b"n_tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessHealth: _TypeAlias = ProcessHealth  # noqa: Y015
+
+@_typing.final
 class GetNodeStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -493,6 +535,7 @@ class GetNodeStatusResponse(_message.Message):
     RESIDENT_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     version: _builtins.str
     model: _builtins.str
@@ -508,6 +551,8 @@ class GetNodeStatusResponse(_message.Message):
     def load(self) -> Global___NodeLoad: ...
     @_builtins.property
     def resident(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResidentSession]: ...
+    @_builtins.property
+    def process(self) -> Global___ProcessHealth: ...
     def __init__(
         self,
         *,
@@ -523,10 +568,11 @@ class GetNodeStatusResponse(_message.Message):
         resident: _abc.Iterable[Global___ResidentSession] | None = ...,
         uptime_seconds: _builtins.float = ...,
         context_length: _builtins.int = ...,
+        process: Global___ProcessHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "load", b"load", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "draining", b"draining", "fingerprint", b"fingerprint", "geometry", b"geometry", "kernel_path", b"kernel_path", "load", b"load", "model", b"model", "n_threads", b"n_threads", "node_id", b"node_id", "resident", b"resident", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "draining", b"draining", "fingerprint", b"fingerprint", "geometry", b"geometry", "kernel_path", b"kernel_path", "load", b"load", "model", b"model", "n_threads", b"n_threads", "node_id", b"node_id", "process", b"process", "resident", b"resident", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

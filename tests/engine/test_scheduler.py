@@ -85,31 +85,32 @@ def tokens_of(outputs: list[StepOutput]) -> list[int]:
 
 
 @given(
-    pending=st.lists(st.integers(1, 3000), max_size=16),
-    decodes=st.integers(0, 16),
-    row_budget=st.integers(16, 600),
-    beside=st.integers(1, 600),
+    jobs=st.lists(st.tuples(st.integers(1, 3000), st.booleans(), st.integers(-1, 1)), max_size=16),
+    n_prefill_rows=st.integers(0, 600),
 )
-def test_a_plan_keeps_the_budget_and_starves_nobody(
-    pending: list[int], decodes: int, row_budget: int, beside: int
-) -> None:
-    is_decoding = [i < decodes for i in range(len(pending))]
-    pending = [1 if decoding else n for n, decoding in zip(pending, is_decoding, strict=True)]
-    rows = plan_rows(pending, is_decoding, row_budget, beside)
+def test_a_plan_keeps_the_budget_and_starves_nobody(jobs: list[tuple[int, bool, int]], n_prefill_rows: int) -> None:
+    is_decoding = [decoding for _, decoding, _ in jobs]
+    pending = [1 if decoding else n for n, decoding, _ in jobs]
+    priorities = [priority for _, _, priority in jobs]
+    rows = plan_rows(pending, is_decoding, priorities, n_prefill_rows)
     assert all(0 <= n <= wanted for n, wanted in zip(rows, pending, strict=True))
     assert all(n == 1 for n, decoding in zip(rows, is_decoding, strict=True) if decoding)
-    prefills = [(n, wanted) for n, wanted, d in zip(rows, pending, is_decoding, strict=True) if not d]
-    n_decodes = sum(is_decoding)
-    limit = max(row_budget - n_decodes, 1)
-    limit = min(limit, beside) if n_decodes else limit
-    assert sum(n for n, _ in prefills) == min(limit, sum(wanted for _, wanted in prefills))
-    for n, wanted in prefills:  # max-min fair: whoever lacks rows has no fewer than anybody else, but for rounding
-        assert n == wanted or n >= max(other for other, _ in prefills) - 1
+    prefills = [job for job in zip(rows, pending, is_decoding, priorities, strict=True) if not job[2]]
+    assert sum(n for n, *_ in prefills) == min(n_prefill_rows, sum(wanted for _, wanted, *_ in prefills))
+    for n, wanted, _, priority in prefills:
+        equals = [other for other, _, _, p in prefills if p == priority]
+        assert n == wanted or n >= max(equals) - 1  # max-min fair, but for rounding
+        assert n == wanted or not any(other for other, _, _, p in prefills if p < priority)
 
 
 def test_a_plan_gives_a_short_prompt_all_of_it_beside_a_long_one() -> None:
-    assert plan_rows([1000, 20], [False, False], 256, 64) == [236, 20]
-    assert plan_rows([1, 1000, 20], [True, False, False], 256, 64) == [1, 44, 20]
+    assert plan_rows([1000, 20], [False, False], [0, 0], 256) == [236, 20]
+    assert plan_rows([1, 1000, 20], [True, False, False], [0, 0, 0], 64) == [1, 44, 20]
+
+
+def test_a_plan_serves_a_higher_priority_first() -> None:
+    assert plan_rows([1000, 20, 50], [False] * 3, [0, 1, 1], 64) == [0, 20, 44]
+    assert plan_rows([1, 1000, 20], [True, False, False], [-5, 0, 1], 64) == [1, 44, 20]  # decodes always go on
 
 
 # --- bits
@@ -258,7 +259,7 @@ def test_a_prompt_that_never_fits_is_refused(engine: Engine, prompts: list[list[
 
 def test_a_prompt_that_fits_later_waits_in_the_queue(engine: Engine, prompts: list[list[int]]) -> None:
     hog(engine, 3)
-    first, second = (make_job(engine, prompts[0], max_tokens=4) for _ in range(2))  # 45 tokens: two blocks each
+    first, second = (make_job(engine, [n, *prompts[0]], max_tokens=4) for n in (3, 4))  # 46 tokens: two blocks each
     scheduler = Scheduler(engine)
     scheduler.submit(first)
     scheduler.submit(second)
@@ -274,7 +275,7 @@ def test_a_prompt_that_fits_later_waits_in_the_queue(engine: Engine, prompts: li
 
 def test_the_youngest_goes_when_memory_ends_and_the_others_go_on(engine: Engine, prompts: list[list[int]]) -> None:
     hog(engine, 5)
-    old, young = (make_job(engine, prompts[0], max_tokens=100) for _ in range(2))  # 45 tokens; blocks end at 64
+    old, young = (make_job(engine, [n, *prompts[0]], max_tokens=100) for n in (3, 4))  # 46 tokens; blocks end at 64
     outputs = {}
     scheduler = Scheduler(engine)
     scheduler.submit(old)

@@ -89,6 +89,34 @@ def test_a_fork_shares_full_blocks_and_both_grow(pool):
     assert pool.n_free_blocks == pool.n_blocks
 
 
+def test_adopted_rows_are_shared_and_reserved_blocks_stay(pool):
+    source, other = KvSequence(pool), KvSequence(pool)
+    fill(source, 0, 70, 1)
+    fill(other, 0, 10, 1)
+    other.reserve(90)
+    assert pool.n_free_blocks == 0
+    other.adopt(source, 32)
+    other.adopt(source, 64)
+    assert pool.n_free_blocks == 2  # of the three blocks held, two are the source's now
+    assert (other.n_rows, other.n_blocks) == (64, 3)
+    fill(other, 64, 20, 50)
+    assert np.array_equal(read(other, 1, 0, 64)[0], rows(70, 2)[:64])
+    assert np.array_equal(read(source, 1, 64, 70)[0], rows(70, 2)[64:])
+    source.release()
+    assert np.array_equal(read(other, 0, 0, 64)[1], rows(70, 101)[:64])
+    other.release()
+    assert pool.n_free_blocks == pool.n_blocks
+
+
+@pytest.mark.parametrize("n_rows", [31, 96, 0])
+def test_only_whole_blocks_that_are_there_can_be_adopted(pool, n_rows):
+    source, other = KvSequence(pool), KvSequence(pool)
+    fill(source, 0, 70, 1)
+    fill(other, 0, 10, 1)
+    with pytest.raises(ValueError, match="cannot adopt"):
+        other.adopt(source, n_rows)
+
+
 def test_an_empty_pool_says_so_and_changes_nothing(pool):
     sequence, other = KvSequence(pool), KvSequence(pool)
     sequence.reserve(5 * 32)

@@ -1,0 +1,88 @@
+"""How many prefill rows a step may take, judged by how long steps took. Pure: whoever measures brings the seconds.
+
+Two promises are kept. A step that also decodes takes at most `target_ratio` times as long as the decodes would take by
+themselves, so that a long prompt slows the running sessions by no more than that. A step without decodes takes at most
+`step_seconds`, since a stop takes effect between two steps and a node that shows no progress counts as hung.
+
+What is drawn never depends on this: rows have the same bits in whatever chunks they are computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+WINDOW: Final = 5
+"""Measurements whose median counts: two outliers (a step that the kernel took the processor from) do not matter, and
+rates follow the depth of a prompt and the temperature of a board within a few steps."""
+
+RULER_EVERY: Final = 32
+"""Mixed steps after which one step only decodes, to measure anew what an undisturbed one takes: costs about 1 %."""
+
+MIN_ROWS: Final = 4
+"""A prompt always gets on, by one tile of the kernels. Also where a step beside decodes starts from, before it is known
+what a row costs there."""
+
+FIRST_ROWS_ALONE: Final = 64
+"""Without decodes, before it is known what a row costs: a first step that ends soon on any board."""
+
+
+def _window() -> deque[float]:
+    return deque(maxlen=WINDOW)
+
+
+@dataclass(slots=True)
+class StepPacer:
+    """Learns from steps and sizes the next ones. Not thread-safe."""
+
+    target_ratio: float = 2.5
+    step_seconds: float = 0.5
+    max_rows: int = 256
+    _undisturbed: dict[int, deque[float]] = field(default_factory=dict)  # seconds of a step by its number of decodes
+    _row_beside: deque[float] = field(default_factory=_window)  # seconds that a prefill row adds to decodes
+    _row_alone: deque[float] = field(default_factory=_window)
+    _n_beside: deque[int] = field(default_factory=lambda: deque([MIN_ROWS], maxlen=WINDOW))  # rows of mixed steps
+    _n_mixed: int = 0  # mixed steps since the latest undisturbed one
+
+    def __post_init__(self) -> None:
+        if not (self.target_ratio > 1 and self.step_seconds > 0 and self.max_rows >= 1):
+            raise ValueError(f"there is no pace of {self!r}")
+
+    def rows(self, n_decodes: int) -> int:
+        """Most prefill rows of a step with that many decodes; 0 when it should only decode, to be measured."""
+        return self._rows_beside(n_decodes) if n_decodes else self._rows_alone()
+
+    def learn(self, n_decodes: int, n_prefill_rows: int, seconds: float) -> None:
+        """What a step took."""
+        if n_prefill_rows == 0:
+            self._undisturbed.setdefault(n_decodes, _window()).append(seconds)
+            self._n_mixed = 0
+        elif n_decodes == 0:
+            self._row_alone.append(seconds / n_prefill_rows)
+        else:
+            self._n_mixed += 1
+            self._n_beside.append(n_prefill_rows)
+            undisturbed = self._undisturbed.get(n_decodes)
+            if undisturbed and n_prefill_rows >= MIN_ROWS:  # the end of a prompt bears what a step costs anyhow
+                self._row_beside.append(max(seconds - median(undisturbed), 0.0) / n_prefill_rows)
+
+    def _rows_beside(self, n_decodes: int) -> int:
+        undisturbed = self._undisturbed.get(n_decodes)
+        if not undisturbed or self._n_mixed >= RULER_EVERY:
+            return 0
+        if not self._row_beside:
+            return min(MIN_ROWS, self.max_rows)
+        spare = (self.target_ratio - 1) * median(undisturbed)
+        most = max(2 * max(self._n_beside), MIN_ROWS)  # one lucky measurement must not make the next step a long one
+        return self._bounded(spare, median(self._row_beside), most)
+
+    def _rows_alone(self) -> int:
+        if not self._row_alone:
+            return min(FIRST_ROWS_ALONE, self.max_rows)
+        return self._bounded(self.step_seconds, median(self._row_alone), self.max_rows)
+
+    def _bounded(self, seconds: float, row_seconds: float, most: int) -> int:
+        fitting = int(seconds / row_seconds) if row_seconds > 0 else most
+        return min(max(fitting, MIN_ROWS), most, self.max_rows)

@@ -1,0 +1,102 @@
+"""Steps are sized by what steps took: a pretended machine tells the seconds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.engine.pacing import MIN_ROWS, RULER_EVERY, StepPacer
+
+
+@dataclass
+class Machine:
+    """What a step takes on it, in seconds: so much whatever it does, per decode, and per prefill row."""
+
+    fixed: float = 0.005
+    decode: float = 0.002
+    row: float = 0.001
+    noise: float = 0.0
+
+    def seconds(self, n_decodes: int, n_rows: int, chance: random.Random) -> float:
+        plain = self.fixed + n_decodes * self.decode + n_rows * self.row
+        return plain * (1 + self.noise * chance.random())
+
+
+def prefill(pacer: StepPacer, machine: Machine, n_decodes: int, n_rows: int) -> list[tuple[int, float]]:
+    """(rows, seconds) of all steps until a prompt of n_rows is done."""
+    chance, steps = random.Random(0), []
+    while n_rows > 0:
+        n = min(pacer.rows(n_decodes), n_rows)
+        seconds = machine.seconds(n_decodes, n, chance)
+        pacer.learn(n_decodes, n, seconds)
+        steps.append((n, seconds))
+        n_rows -= n
+    return steps
+
+
+@pytest.mark.parametrize("machine", [Machine(), Machine(fixed=0.05, row=0.02), Machine(fixed=0.004, row=0.0001)])
+@pytest.mark.parametrize("n_decodes", [1, 4, 16])
+def test_a_step_beside_decodes_takes_what_the_ratio_allows(machine: Machine, n_decodes: int) -> None:
+    pacer = StepPacer(target_ratio=2.5)
+    undisturbed = machine.seconds(n_decodes, 0, random.Random())
+    steps = prefill(pacer, machine, n_decodes, 4000)
+    assert all(seconds <= 2.501 * undisturbed or n <= MIN_ROWS for n, seconds in steps)
+    settled = [n for n, _ in steps[10:-1] if n]
+    wanted = min(max(int(1.5 * undisturbed / machine.row), MIN_ROWS), 256)
+    assert all(wanted - 1 <= n <= wanted for n in settled)
+
+
+def test_an_undisturbed_step_is_measured_first_and_again_and_again() -> None:
+    steps = prefill(StepPacer(), Machine(), 4, 4000)
+    rulers = [i for i, (n, _) in enumerate(steps) if n == 0]
+    assert rulers == list(range(0, len(steps), RULER_EVERY + 1))
+
+
+def test_two_steps_that_were_held_up_change_nothing() -> None:
+    pacer, machine, chance = StepPacer(), Machine(), random.Random(0)
+    prefill(pacer, machine, 4, 400)
+    before = pacer.rows(4)
+    for _ in range(2):
+        pacer.learn(4, before, 10 * machine.seconds(4, before, chance))
+    assert pacer.rows(4) == before
+
+
+def test_rows_follow_the_depth_of_a_prompt_and_the_heat_of_a_board() -> None:
+    pacer = StepPacer()
+    prefill(pacer, Machine(), 4, 400)
+    shallow = pacer.rows(4)
+    prefill(pacer, Machine(row=0.004), 4, 400)
+    assert pacer.rows(4) <= shallow / 3
+    prefill(pacer, Machine(fixed=0.02, decode=0.008, row=0.004), 4, 4000)  # all four times slower
+    assert abs(pacer.rows(4) - shallow) <= 1
+
+
+@pytest.mark.parametrize("row", [0.0001, 0.002, 0.05])
+def test_a_step_without_decodes_ends_within_the_time_a_stop_may_take(row: float) -> None:
+    steps = prefill(StepPacer(step_seconds=0.5), Machine(row=row, fixed=0.0), 0, 2000)
+    assert all(seconds <= 0.501 for _, seconds in steps[1:])
+    assert max(n for n, _ in steps[1:]) == min(int(0.5 / row), 256)
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 16), st.integers(0, 256), st.floats(0, 100)), max_size=60),
+    n_decodes=st.integers(0, 16),
+)
+def test_whatever_was_measured_a_prompt_gets_on_and_no_step_is_too_large(
+    steps: list[tuple[int, int, float]], n_decodes: int
+) -> None:
+    pacer = StepPacer(max_rows=100)
+    for step in steps:
+        pacer.learn(*step)
+    pacer.learn(n_decodes, 0, 0.01)
+    assert MIN_ROWS <= pacer.rows(n_decodes) <= 100
+
+
+@pytest.mark.parametrize("fields", [{"target_ratio": 1.0}, {"step_seconds": 0.0}, {"max_rows": 0}])
+def test_a_pace_that_gets_nowhere_is_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="no pace"):
+        StepPacer(**fields)
