@@ -69,6 +69,8 @@ def _template(folder: Path, settings: dict[str, Any]) -> str:
     if file.is_file():
         return read_bytes(file, JSON_BYTES_MAX).decode("utf-8", "replace")
     template = settings.get("chat_template")
+    if template is None:  # models that see kept it beside their processor for a while
+        template = read_json_if_there(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several by name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")

