@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +14,10 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from kvferry.engine.errors import ModelInvalid, UnsupportedArchitecture
 from kvferry.engine.files.catalogue import KNOWN_MODELS, ModelRecord, all_records
 from kvferry.engine.files.digest import Progress as ProgressCallback
+from kvferry.engine.files.facts import model_facts
 from kvferry.engine.files.fetch import fetch_model, verify_model
-from kvferry.engine.files.gguf_file import GgufFile, open_gguf
 from kvferry.engine.files.resolve import resolve_model
 
 
@@ -69,13 +67,12 @@ def list_models(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--tensors", is_flag=True, help="List every tensor as well.")
 def inspect(model: str, as_json: bool, tensors: bool) -> None:
-    """Show a model's shape, the kinds of its tensors and their sizes. MODEL is a fetched name or a GGUF file."""
-    file = open_gguf(resolve_model(model))
-    facts = _file_facts(file, with_tensors=tensors)
+    """Show a model's shape, the kinds of its tensors and their sizes. MODEL is a name, a GGUF file or a folder."""
+    facts = model_facts(resolve_model(model), with_tensors=tensors)
     if as_json:
         click.echo(json.dumps(facts, indent=1))
         return
-    shape = Table("setting", "value", title=str(file.path))
+    shape = Table("setting", "value", title=facts["path"])
     for name, value in facts["config"].items():
         shape.add_row(name, str(value))
     _print(shape)
@@ -85,9 +82,10 @@ def inspect(model: str, as_json: bool, tensors: bool) -> None:
     kinds.add_row("all", f"{facts['n_tensors']}", f"{facts['n_parameters']:,}", f"{facts['n_tensor_bytes']:,}")
     _print(kinds)
     if tensors:
-        listing = Table("tensor", "rows", "cols", "kind", "bytes")
+        listing = Table("tensor", "shape", "kind", "bytes")
         for entry in facts["tensors"]:
-            listing.add_row(entry["name"], *(str(n) for n in entry["shape"]), entry["kind"], f"{entry['bytes']:,}")
+            shape_text = " x ".join(map(str, entry["shape"]))
+            listing.add_row(entry["name"], shape_text, entry["kind"], f"{entry['bytes']:,}")
         _print(listing)
 
 
@@ -111,45 +109,6 @@ def _record_facts(record: ModelRecord) -> dict[str, Any]:
         "bytes": record.n_bytes,
         "files": {name: {"sha256": entry.sha256, "bytes": entry.n_bytes} for name, entry in record.files.items()},
     }
-
-
-def _file_facts(file: GgufFile, *, with_tensors: bool) -> dict[str, Any]:
-    """What inspect shows, as JSON can hold it. A model that cannot be run is still shown, with the reason."""
-    counts: Counter[str] = Counter()
-    parameters: Counter[str] = Counter()
-    n_bytes: Counter[str] = Counter()
-    for tensor in file.tensors.values():
-        counts[tensor.kind] += 1
-        parameters[tensor.kind] += tensor.shape[0] * tensor.shape[1]
-        n_bytes[tensor.kind] += tensor.data.nbytes
-    facts: dict[str, Any] = {
-        "path": str(file.path),
-        "format": f"GGUF version {file.version}",
-        "name": str(file.metadata.get("general.name", "")),
-        "config": _config_facts(file),
-        "tokenizer": str(file.metadata.get("tokenizer.ggml.pre", file.metadata.get("tokenizer.ggml.model", "none"))),
-        "kinds": {
-            kind: {"tensors": counts[kind], "parameters": parameters[kind], "bytes": n_bytes[kind]}
-            for kind in sorted(counts)
-        },
-        "n_tensors": counts.total(),
-        "n_parameters": parameters.total(),
-        "n_tensor_bytes": n_bytes.total(),
-        "n_file_bytes": file.path.stat().st_size,
-    }
-    if with_tensors:
-        facts["tensors"] = [
-            {"name": t.name, "shape": list(t.shape), "kind": t.kind, "bytes": t.data.nbytes}
-            for t in file.tensors.values()
-        ]
-    return facts
-
-
-def _config_facts(file: GgufFile) -> dict[str, Any]:
-    try:
-        return {**file.config.as_dict(), "kv_dim": file.config.kv_dim}
-    except (UnsupportedArchitecture, ModelInvalid) as error:
-        return {"architecture": file.metadata.get("general.architecture"), "cannot be run": str(error)}
 
 
 @contextmanager

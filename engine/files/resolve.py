@@ -6,13 +6,14 @@ from pathlib import Path
 
 from kvferry.engine.errors import ModelInvalid, ModelNotFound
 from kvferry.engine.files.catalogue import KNOWN_MODELS, find_record
+from kvferry.engine.files.gguf_model import MMPROJ_PATTERN
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The GGUF file, or the folder with a config.json, behind a fetched name ("smollm2-135m", "ORG/NAME") or a path.
+    """The GGUF file, or the checkpoint folder, behind a fetched name ("smollm2-135m", "ORG/NAME") or a path.
 
-    A fetched name wins over a path of the same spelling; write ``./NAME`` for the path. A folder that holds nothing but
-    one GGUF file means that file.
+    A fetched name wins over a path of the same spelling; write ``./NAME`` for the path. A folder with one GGUF file
+    (and perhaps its mmproj file) and no safetensors files means that GGUF file.
 
     Raises ModelNotFound when neither a fetched model nor a path is there, ModelInvalid for a folder without one.
     """
@@ -36,11 +37,13 @@ def resolve_model(name_or_path: str) -> Path:
 
 
 def _model_in(path: Path) -> Path:
-    if not path.is_dir() or (path / "config.json").is_file():
+    if not path.is_dir() or any(path.glob("*.safetensors")):
         return path
-    found = sorted(path.glob("*.gguf"))
+    found = sorted(set(path.glob("*.gguf")) - set(path.glob(MMPROJ_PATTERN)))
     if len(found) == 1:
         return found[0]
+    if (path / "config.json").is_file() and not found:
+        return path
     if found:
         names = ", ".join(entry.name for entry in found)
         raise ModelInvalid(f"{path} holds several GGUF files ({names}); name one of them")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,3 +106,24 @@ def test_from_the_shell_a_bad_model_is_one_sentence_and_an_exit_code(
         assert done.stderr.startswith("error: ")
         assert sentence in done.stderr
         assert done.stderr.count("\n") == 1
+
+
+def test_inspect_shows_a_checkpoint_folder(recorded: Callable[[str], Path]) -> None:
+    folder = recorded("qwen3vlmoe_bf16") / "model"
+    facts = json.loads(run("inspect", str(folder), "--json", "--tensors").stdout)
+    assert facts["format"] == "safetensors, 2 files"
+    assert facts["config"]["architecture"] == "qwen3_vl_moe"
+    assert facts["config"]["vision"]["deepstack_layers"] == [0, 1, 2]
+    assert facts["kinds"]["bf16"]["parameters"] == facts["n_parameters"] > 900_000
+    by_name = {tensor["name"]: tensor for tensor in facts["tensors"]}
+    assert by_name["model.language_model.layers.0.mlp.experts.down_proj"]["shape"] == [8, 48, 64]
+    assert "lm_head.weight" in run("inspect", str(folder), "--tensors").stdout
+
+
+def test_inspect_says_why_a_folder_cannot_be_run(recorded: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "mamba"
+    shutil.copytree(recorded("qwen3moe_nonorm_f32") / "model", folder, copy_function=shutil.copyfile)
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    config = json.loads(run("inspect", str(folder), "--json").stdout)["config"]
+    assert config["architecture"] == "mamba"
+    assert "supported are llama, qwen2, qwen3," in config["cannot be run"]

@@ -55,11 +55,19 @@ def test_a_path_is_a_file_a_model_folder_or_a_folder_with_one_gguf_file(
     file = write_gguf(folder / "m.gguf")
     assert resolve_model(str(file)) == file
     assert resolve_model(str(folder)) == file
+    write_gguf(folder / "mmproj-m.gguf")
+    (folder / "config.json").write_text("{}")
+    assert resolve_model(str(folder)) == file, "a vision tower's file and a config beside it are no second model"
     write_gguf(folder / "n.gguf")
     with pytest.raises(ModelInvalid, match=r"several GGUF files \(m\.gguf, n\.gguf\)"):
         resolve_model(str(folder))
-    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
     assert resolve_model(str(folder)) == folder
+
+
+def test_a_folder_with_a_config_and_no_weights_is_left_to_the_sentence_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "no/such", "../up", "a/b/c", "x\\y"])
