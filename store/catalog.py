@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.store import names
+from kvferry.store.chains import Chains, Segment
 from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreUnavailable
 from kvferry.store.geometry import KvGeometry, TokenIds
 from kvferry.store.lcp_index import LcpIndex
 from kvferry.store.reader import Identity, open_snapshot
+from kvferry.store.segment_file import SegmentFile, Terms, open_segment
+from kvferry.store.space import Standing
+from kvferry.store.vlkv3 import ContentSpan, identity_ids, name_of_hint, prefix_digest
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +31,8 @@ _log = logging.getLogger(__name__)
 class Match:
     """A snapshot that shares its first n_common tokens with a request; n_tokens is its own length.
 
-    ``token_ids`` are the common ones, int32 [n_common]: a restore compares them again with the file itself.
+    ``name`` is a version 1 file, or the last segment of a chain. ``token_ids`` are the common ones, int32 [n_common]: a
+    restore compares them again with the file itself.
     """
 
     name: str
@@ -50,14 +57,23 @@ class Catalog:
     that does."""
 
     def __init__(
-        self, directory: StoreDirectory, geometry: KvGeometry, vocab_size: int, trusted_uids: frozenset[int] | None
+        self,
+        directory: StoreDirectory,
+        geometry: KvGeometry,
+        vocab_size: int,
+        trusted_uids: frozenset[int] | None,
+        terms: Terms,
+        versions: Collection[int],
     ) -> None:
         self._directory = directory
         self._geometry = geometry
         self._vocab_size = vocab_size
         self._trusted_uids = trusted_uids
-        self._lock = threading.Lock()  # guards the two below; never held during I/O
+        self._terms = terms
+        self._versions = versions  # of whole files
+        self._lock = threading.Lock()  # guards the three below; never held during I/O
         self._index = LcpIndex()
+        self._chains = Chains(lambda ids, spans: prefix_digest(terms.seal, terms.fingerprint or "", ids, spans))
         self._refused: dict[str, tuple[Identity | None, str]] = {}
 
     def __len__(self) -> int:
@@ -66,21 +82,55 @@ class Catalog:
 
     def __contains__(self, name: object) -> bool:
         with self._lock:
-            return name in self._index
+            return name in self._index or name in self._chains
 
     def refused(self) -> dict[str, str]:
         """Name and reason of the files that were refused and are still there."""
         with self._lock:
             return {name: reason for name, (_, reason) in self._refused.items()}
 
-    def find(self, token_ids: TokenIds, min_tokens: int) -> Match | None:
+    def find(self, token_ids: TokenIds, min_tokens: int, spans: Sequence[ContentSpan] = ()) -> Match | None:
         """The snapshot with the longest token-exact common prefix, if that has min_tokens; among equals the shortest
         file."""
+        ids = identity_ids(token_ids, 0, spans)
         with self._lock:
-            found = self._index.find(token_ids)
+            found = self._index.find(ids)
         if found is None or found.n_common < min_tokens:
             return None
-        return Match(found.key, found.n_common, found.n_tokens, np.array(token_ids[: found.n_common], np.int32))
+        return Match(found.key, found.n_common, found.n_tokens, np.array(ids[: found.n_common], np.int32))
+
+    def chain(self, name: str, n_rows: int) -> tuple[tuple[Segment, int], ...]:
+        """The segments that the first n_rows lie in, each with the position up to which; none when it is not known."""
+        with self._lock:
+            if not self._chains.is_linked(name):
+                return ()
+            return self._chains.chain(name, min(n_rows, self._chains.segment(name).end))
+
+    def standing(self) -> dict[str, Standing]:
+        """Every segment's place, for evictions."""
+        with self._lock:
+            return {
+                name: Standing(segment.start, segment.end, self._chains.parent(name))
+                for name in self._chains
+                for segment in (self._chains.segment(name),)
+            }
+
+    def orphans(self) -> tuple[str, ...]:
+        """Segments that wait for a chain before them."""
+        with self._lock:
+            return self._chains.orphans()
+
+    def leaves(self) -> tuple[str, ...]:
+        """Segments that end a chain."""
+        with self._lock:
+            return tuple(
+                name for name in self._chains if self._chains.is_linked(name) and not self._chains.children(name)
+            )
+
+    def children(self, name: str) -> frozenset[str]:
+        """The segments that continue this one."""
+        with self._lock:
+            return self._chains.children(name)
 
     def add(self, name: str, token_ids: TokenIds) -> None:
         """Adds a snapshot whose ids are known without reading it."""
@@ -88,15 +138,38 @@ class Catalog:
             self._index.add(name, token_ids)
             self._refused.pop(name, None)
 
-    def forget(self, name: str) -> None:
-        """The snapshot is not there any more."""
+    def add_segment(self, segment: Segment) -> None:
+        """Takes a segment in, and the orphans that waited for it. Raises SnapshotRejected when its digest is wrong."""
         with self._lock:
-            self._index.remove(name)
+            linked, refused = self._chains.add(segment)
+            for name in linked:
+                self._index.add(name, self._chains.identity(name))
+            self._refused.pop(segment.name, None)
+        for name, said in refused:
+            error = said.at(self._directory.file(name))
+            if name == segment.name:
+                raise error
+            self.refuse(error, name, self._directory.identity(name))
+
+    def identity(self, name: str) -> TokenIds:
+        """All tokens of the chain that ends with a segment, with the content in them; empty when it is not known."""
+        with self._lock:
+            return self._chains.identity(name) if self._chains.is_linked(name) else np.empty(0, np.int32)
+
+    def forget(self, name: str) -> None:
+        """The snapshot is not there any more. What continued it waits for another chain."""
+        with self._lock:
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        self._index.remove(name)
+        for lost in self._chains.remove(name):
+            self._index.remove(lost)
 
     def refuse(self, error: SnapshotRejected, name: str, identity: Identity | None) -> None:
         """The file is not offered again while it stays as it is."""
         with self._lock:
-            self._index.remove(name)
+            self._drop(name)
             known = self._refused.get(name) == (identity, error.reason)
             self._refused[name] = (identity, error.reason)
         if not known:
@@ -131,7 +204,7 @@ class Catalog:
         """
         listed = self._directory.snapshot_names()
         with self._lock:
-            known = set(self._index)
+            known = set(self._index) | set(self._chains)
             self._refused = {name: refusal for name, refusal in self._refused.items() if name in listed}
         outcome: dict[str, list[str]] = {"added": [], "refused": [], "unreadable": []}
         for name in sorted(listed - known):
@@ -156,8 +229,13 @@ class Catalog:
         return "added"
 
     def _take_in(self, name: str) -> None:
+        if names.is_segment(name):
+            with open_segment(self._directory.fs, self._directory.file(name), self._terms, self._trusted_uids) as file:
+                segment = known_segment(file)
+            self.add_segment(segment)
+            return
         with open_snapshot(
-            self._directory.fs, self._directory.file(name), self._geometry, self._trusted_uids
+            self._directory.fs, self._directory.file(name), self._geometry, self._trusted_uids, self._versions
         ) as snapshot:
             snapshot.check_quickly(self._vocab_size, name)
             self.add(name, snapshot.token_ids())
@@ -173,3 +251,18 @@ class Catalog:
         with self._lock:
             refusal = self._refused.get(name)
         return refusal is not None and refusal[0] == self._directory.identity(name)
+
+
+def known_segment(file: SegmentFile) -> Segment:
+    """What a chain has to know of an open segment."""
+    extent = file.extent
+    return Segment(
+        extent.name,
+        extent.start,
+        file.token_ids,
+        extent.parent,
+        extent.prefix,
+        name_of_hint(extent.parent_hint) if extent.start else "",
+        file.spans,
+        extent.file_bytes,
+    )

@@ -28,6 +28,8 @@ IN_FLIGHT_S: Final = 900
 FOREIGN_TEMP_S: Final = 24 * 3600
 # Longer than the longest read: 8,192 tokens of the 30B model are 1.6 GB, 15 s over gigabit ethernet.
 TRASH_GRACE_S: Final = 120
+# Damaged files kept for a person; enough to see a pattern, and they count against the budget.
+QUARANTINED_MOST: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class StoreDirectory:
         self.node_id = names.check_node_id(node_id)
         self._unique = unique
         self._trash = self.path / names.TRASH
+        self._quarantine = self.path / names.QUARANTINE
 
     def file(self, name: str) -> Path:
         """Where a snapshot lies. Raises SnapshotRejected(bad_name)."""
@@ -106,6 +109,7 @@ class StoreDirectory:
                 n_temps += temp.reserved_bytes > 0
             else:
                 temp_bytes += entry.n_bytes
+        temp_bytes += sum(entry.n_bytes for entry in self.quarantined())
         return Survey(tuple(snapshots), tuple(self._trashed()), temp_bytes, n_temps)
 
     def free_bytes(self) -> int:
@@ -129,6 +133,31 @@ class StoreDirectory:
                     self._rename(self.file(name), target)
         except StoreFull:  # the trash folder itself has no room for another entry
             self.delete(name)
+
+    def quarantine(self, name: str) -> Path | None:
+        """Moves a damaged file out of the way, for a person to look at; None when it is gone already."""
+        target = self._quarantine / names.trash_name(name, self._unique())
+        with os_errors_mapped("move to quarantine", self.file(name)):
+            self.fs.make_directories(str(self._quarantine))
+            if not self._rename(self.file(name), target):
+                return None
+        kept = sorted(self.quarantined(), key=lambda entry: -entry.at_ns)
+        for entry in kept[QUARANTINED_MOST:]:
+            self.release_quarantined(entry.name)
+        return target
+
+    def quarantined(self) -> Iterator[Entry]:
+        """What lies in the quarantine."""
+        for name in self._names(self._quarantine):
+            if names.is_trashed(name):
+                entry = self._entry(self._quarantine / name, by_change=True)
+                if entry is not None:
+                    yield entry
+
+    def release_quarantined(self, name: str) -> None:
+        """Unlinks an entry of the quarantine."""
+        if names.is_trashed(name):
+            self._unlink(self._quarantine / name)
 
     def delete(self, name: str) -> None:
         """Unlinks a snapshot at once. A vanished one is no error."""

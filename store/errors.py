@@ -132,6 +132,13 @@ class StoreFull(StoreError):
         super().__init__(sentence, op=op, path=path, recovery="skip_save")
 
 
+class WriteBudgetSpent(StoreFull):
+    """The bytes that may be written in an hour are written; the next hour has new ones. No fault of the disk."""
+
+    code = "write_budget_spent"
+    default_exit_code = 45
+
+
 class NameTaken(StoreError):
     """The snapshot's name belongs to a file with other token ids (a hash collision) or to a refused one; the older
     file stays."""

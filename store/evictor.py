@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ class Evictor:
     def __init__(self, directory: StoreDirectory, catalog: Catalog, budget: Budget, trash_grace_s: float) -> None:
         self._directory = directory
         self._catalog = catalog
-        self._budget = budget
+        self.budget = budget
         self._trash_grace_ns = int(trash_grace_s * NS_PER_S)
         self._lock = threading.Lock()  # guards the three below; never held during I/O
         self._pins: Counter[str] = Counter()
@@ -40,19 +40,19 @@ class Evictor:
             return self._n_evicted
 
     @contextmanager
-    def pin(self, name: str) -> Iterator[None]:
-        """Keeps a snapshot from being evicted by this process. Raises SnapshotGone when that is happening already."""
+    def pin(self, *names: str) -> Iterator[None]:
+        """Keeps files from being evicted by this process. Raises SnapshotGone when that is happening already."""
         with self._lock:
-            if name in self._condemned:
-                raise SnapshotGone("pin", self._directory.file(name))
-            self._pins[name] += 1
+            for name in names:
+                if name in self._condemned:
+                    raise SnapshotGone("pin", self._directory.file(name))
+            self._pins.update(names)
         try:
             yield
         finally:
             with self._lock:
-                self._pins[name] -= 1
-                if not self._pins[name]:
-                    del self._pins[name]
+                self._pins.subtract(names)
+                self._pins += Counter()  # drops what is not pinned any more
 
     def make_room(self, now_ns: int, shortage_bytes: int, wanted_for: Path) -> tuple[str, ...]:
         """Evicts until the budget holds and ``shortage_bytes`` of the disk are free; returns the names that went.
@@ -64,7 +64,8 @@ class Evictor:
             with self._lock:
                 protected = set(self._pins)
             survey = self._directory.survey(now_ns)
-            plan = plan_room(survey, self._budget, shortage_bytes, protected, now_ns - self._trash_grace_ns)
+            standing = self._catalog.standing()
+            plan = plan_room(survey, self.budget, shortage_bytes, protected, now_ns - self._trash_grace_ns, standing)
             if plan is None:
                 break
             gone = self._carry_out(plan)
@@ -72,11 +73,32 @@ class Evictor:
             if len(gone) == len(plan.evict):
                 return tuple(evicted)
         raise StoreFull(
-            f"no room for {wanted_for}: everything else in the store's {self._budget.max_bytes} bytes"
-            f" and {self._budget.max_files} files is in use",
+            f"no room for {wanted_for}: everything else in the store's {self.budget.max_bytes} bytes"
+            f" and {self.budget.max_files} files is in use",
             op="make room",
             path=wanted_for,
         )
+
+    def free(self, n_bytes: int) -> None:
+        """The disk said it is full (or a quota did, which no count of free bytes shows): get rid of as much as is to
+        be written.
+
+        Raises StoreFull, StoreUnavailable.
+        """
+        shortage = n_bytes - self._directory.free_bytes()
+        try:
+            now_ns = self._directory.now_ns()
+        except StoreFull:  # not even an empty file can be made; then every reservation counts
+            now_ns = 0
+        self.make_room(now_ns, shortage if shortage > 0 else n_bytes, self._directory.path)
+
+    def discard(self, names: Sequence[str]) -> int:
+        """Moves files that something else stands for now to the trash; those that are being read stay. How many
+        went."""
+        gone = self._carry_out(RoomPlan(to_trash=tuple(names)))
+        with self._lock:
+            self._n_evicted -= len(gone)
+        return len(gone)
 
     def _carry_out(self, plan: RoomPlan) -> list[str]:
         """Removes what the plan says but for what has been pinned since; returns the snapshots that went."""
@@ -104,4 +126,4 @@ class Evictor:
             self._directory.delete(name)
         else:
             self._directory.throw_away(name)
-        _log.info("evicted %s, least recently used", self._directory.file(name))
+        _log.info("evicted %s, of least worth", self._directory.file(name))

@@ -1,15 +1,18 @@
 """The names in a store, validated at one gate both ways: before they are used, and before a listing hands them on.
 
-    ROOT/<fingerprint>/kv_<16 hex>.kv                                a snapshot
+    ROOT/<fingerprint>/kv_<16 hex>.kv                                a snapshot in one file: version 1
+    ROOT/<fingerprint>/kv3_<32 hex>.kv                               a segment: version 3
     ROOT/<fingerprint>/kv_<16 hex>.kv.<node>.<32 hex>.<bytes>.tmp    one being written, and the bytes it reserves
     ROOT/<fingerprint>/clock.<node>.<32 hex>.0.tmp                   asks the file system what time it is
     ROOT/<fingerprint>/trash/kv_<16 hex>.kv.<32 hex>                 an evicted one, soon to be unlinked
+    ROOT/<fingerprint>/quarantine/kv3_<32 hex>.kv.<32 hex>           a damaged one, kept for a person to look at
 
 Whatever does not match is not ours: ignored in listings, never opened, never deleted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -17,14 +20,17 @@ from typing import Final
 from kvferry.store.errors import SnapshotRejected, StoreMisuse
 
 TRASH: Final = "trash"
+QUARANTINE: Final = "quarantine"
 
-_SNAPSHOT: Final = re.compile(r"kv_[0-9a-f]{16}\.kv", re.ASCII)
+_NAME: Final = r"(?:kv_[0-9a-f]{16}|kv3_[0-9a-f]{32})\.kv"
+_SNAPSHOT: Final = re.compile(_NAME, re.ASCII)
+_SEGMENT: Final = re.compile(r"kv3_[0-9a-f]{32}\.kv", re.ASCII)
 _TEMP: Final = re.compile(
-    r"(?P<target>kv_[0-9a-f]{16}\.kv|clock)\.(?P<node>[A-Za-z0-9][A-Za-z0-9_.-]{0,63})"
+    r"(?P<target>" + _NAME + r"|clock)\.(?P<node>[A-Za-z0-9][A-Za-z0-9_.-]{0,63})"
     r"\.[0-9a-f]{32}\.(?P<size>[0-9]{1,15})\.tmp",
     re.ASCII,
 )
-_TRASHED: Final = re.compile(r"kv_[0-9a-f]{16}\.kv\.[0-9a-f]{32}", re.ASCII)
+_TRASHED: Final = re.compile(_NAME + r"\.[0-9a-f]{32}", re.ASCII)
 _NODE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 # lower case, because some disks do not tell the cases apart; no dot first, so neither '..' nor a hidden folder
 _FINGERPRINT: Final = re.compile(r"[0-9a-z][0-9a-z_-]{0,63}", re.ASCII)
@@ -44,6 +50,11 @@ def is_snapshot(name: str) -> bool:
     return _SNAPSHOT.fullmatch(name) is not None
 
 
+def is_segment(name: str) -> bool:
+    """Whether a directory entry is named as a segment of version 3."""
+    return _SEGMENT.fullmatch(name) is not None
+
+
 def is_trashed(name: str) -> bool:
     """Whether an entry of the trash folder is named as an evicted snapshot."""
     return _TRASHED.fullmatch(name) is not None
@@ -52,7 +63,9 @@ def is_trashed(name: str) -> bool:
 def check_snapshot(name: str) -> str:
     """The name, when it is one of a snapshot. Raises SnapshotRejected(bad_name): it may have come over the network."""
     if not is_snapshot(name):
-        raise SnapshotRejected("bad_name", f"{name[:80]!r} is not kv_ and 16 lower-case hex digits and .kv")
+        raise SnapshotRejected(
+            "bad_name", f"{name[:80]!r} is neither kv_ and 16 nor kv3_ and 32 lower-case hex digits and .kv"
+        )
     return name
 
 
@@ -65,6 +78,13 @@ def check_fingerprint(fingerprint: str) -> str:
             op="open store",
         )
     return fingerprint
+
+
+def namespace(fingerprint: str, tenant: str | None) -> str:
+    """The directory of a tenant's snapshots of a model; without a tenant all share one. Raises StoreMisuse."""
+    if tenant is None:
+        return check_fingerprint(fingerprint)
+    return f"{check_fingerprint(fingerprint)[:40]}-{hashlib.sha256(tenant.encode()).hexdigest()[:16]}"
 
 
 def check_node_id(node_id: str) -> str:

@@ -8,7 +8,7 @@ reaping takes away.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal
@@ -142,17 +142,18 @@ def write_q8_snapshot(
     return temp.finish(vlkv.file_bytes(geometry, len(ids), vlkv.VERSION_Q8))
 
 
-def publish(fs: FileSystem, temp: Path, final: Path, inode: int, geometry: KvGeometry, token_ids: TokenIds) -> Outcome:
+def publish(fs: FileSystem, temp: Path, final: Path, inode: int, confirm: Callable[[], None]) -> Outcome:
     """Gives a finished temp file its final name, never replacing a file, and makes the name durable.
 
-    Raises NameTaken when the name has another content, StoreFull, StoreUnavailable.
+    ``confirm`` looks whether a file that has the name already is as good; it raises NameTaken, or SnapshotGone.
+    Raises NameTaken, StoreFull, StoreUnavailable.
     """
     for _ in range(_MAX_CONTESTS):
         if _take_name(fs, temp, final, inode):
             sync_directory(fs, final.parent)
             return "published"
         try:
-            confirm_same(fs, final, geometry, token_ids)
+            confirm()
         except SnapshotGone:
             continue  # whoever had the name lost it to an eviction before we could look
         sync_directory(fs, final.parent)

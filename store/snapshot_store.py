@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from kvferry.store import vlkv
+from kvferry.store import names, vlkv, vlkv3
 from kvferry.store.catalog import Catalog, Match, RefreshReport
 from kvferry.store.directory import TRASH_GRACE_S, ReapReport, StoreDirectory
-from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreFull, StoreMisuse
+from kvferry.store.errors import SnapshotRejected, StoreMisuse
 from kvferry.store.evictor import Evictor
 from kvferry.store.fs import FileSystem, PosixFileSystem
 from kvferry.store.geometry import KvGeometry, RowSink, RowSource, TokenIds
-from kvferry.store.publish import Outcome, confirm_same, publish, write_snapshot
-from kvferry.store.reader import RowBuffers, open_snapshot
+from kvferry.store.payload import Kind
+from kvferry.store.payload import row_bytes as row_bytes_of
+from kvferry.store.seals import PlainSeal, Seal
+from kvferry.store.segment_file import Terms
+from kvferry.store.segments import SegmentShelf
 from kvferry.store.space import Budget
+from kvferry.store.vlkv3 import ContentSpan
+from kvferry.store.whole_files import WholeFiles
+from kvferry.store.write_budget import WriteBudget
 
 __all__ = ["Match", "ReapReport", "RefreshReport", "SnapshotInfo", "SnapshotStore", "StoreStatistics"]
 
@@ -37,17 +45,22 @@ _COUNTED = (
     "n_failed_restores",
     "bytes_written",
     "bytes_read",
+    "n_quarantined",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo:
-    """A published snapshot. ``already_there`` when a file with the same tokens had the name."""
+    """A published snapshot: n_tokens from position 0 on. ``already_there`` when nothing had to be written.
+
+    ``n_bytes`` is the file's size; of a version 3 segment, which holds positions ``start`` to n_tokens - 1.
+    """
 
     name: str
     n_tokens: int
     n_bytes: int
     already_there: bool
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,8 @@ class StoreStatistics:
     n_evicted: int
     bytes_written: int
     bytes_read: int
+    n_quarantined: int
+    n_orphans: int
 
 
 class SnapshotStore:
@@ -91,12 +106,22 @@ class SnapshotStore:
         trash_grace_s: float = TRASH_GRACE_S,
         fs: FileSystem | None = None,
         unique: Callable[[], str] = lambda: uuid4().hex,
+        version: Literal[1, 3] = 1,
+        kind: Kind | None = Kind.F32,
+        seal: Seal | None = None,
+        tenant: str | None = None,
+        min_growth: int = 1,
+        write_bytes_per_hour: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``unique`` gives 32 hex digits that no other writer will use; ``trusted_uids`` whose files are read, None:
         anybody's who can write here.
 
-        Raises StoreMisuse.
+        ``version`` is what is written; both are read. ``kind`` of the rows (None: any, to look only). A ``tenant`` has
+        a directory of its own. A continuation of less than ``min_growth`` tokens is not written. Raises StoreMisuse.
         """
+        if version == 1 and kind not in {Kind.F32, None}:
+            raise StoreMisuse("version 1 holds float32 rows only", op="open store", path=root)
         if max_bytes < 0 or max_files < 0:
             raise StoreMisuse("a store's budget cannot be negative", op="open store", path=root)
         self.geometry = geometry
@@ -106,16 +131,46 @@ class SnapshotStore:
         self._trusted_uids = trusted_uids
         self._trash_grace_s = trash_grace_s
         self._fs: FileSystem = PosixFileSystem() if fs is None else fs
-        self._directory = StoreDirectory(self._fs, root, fingerprint, node_id, unique)
-        self._catalog = Catalog(self._directory, geometry, vocab_size, trusted_uids)
+        folder = names.namespace(fingerprint, tenant)
+        self._directory = StoreDirectory(self._fs, root, folder, node_id, unique)
+        terms = Terms(geometry, kind, fingerprint, PlainSeal() if seal is None else seal, vocab_size)
+        versions = {Kind.F32: (1,), Kind.Q8: (2,), None: (1, 2)}.get(kind, ())
+        self._catalog = Catalog(self._directory, geometry, vocab_size, trusted_uids, terms, versions)
         self._evictor = Evictor(self._directory, self._catalog, self.budget, trash_grace_s)
         self._lock = threading.Lock()  # guards the counts
         self._counts: Counter[str] = Counter()
+        self._version = version
+        self._segments = SegmentShelf(
+            directory=self._directory,
+            catalog=self._catalog,
+            evictor=self._evictor,
+            geometry=geometry,
+            kind=Kind.F32 if kind is None else kind,
+            terms=terms,
+            fingerprint=fingerprint,
+            unique=unique,
+            trusted_uids=trusted_uids,
+            min_growth=min_growth,
+            clock=clock,
+            write_budget=None if write_bytes_per_hour is None else WriteBudget(write_bytes_per_hour),
+            read_only=read_only,
+            on_count=self._count,
+        )
+        self._files = WholeFiles(
+            directory=self._directory,
+            catalog=self._catalog,
+            evictor=self._evictor,
+            geometry=geometry,
+            kind=self._segments.kind,
+            vocab_size=vocab_size,
+            trusted_uids=trusted_uids,
+            pin=self.pin,
+        )
 
     @classmethod
     def index_only(cls, root: Path, fingerprint: str, geometry: KvGeometry, vocab_size: int) -> SnapshotStore:
         """A store that only looks: for the coordinator's routing. It never writes, not even an mtime."""
-        return cls(root, fingerprint, geometry, vocab_size, 0, 0, "index", read_only=True)
+        return cls(root, fingerprint, geometry, vocab_size, 0, 0, "index", read_only=True, kind=None)
 
     def __repr__(self) -> str:
         return (
@@ -164,13 +219,14 @@ class SnapshotStore:
 
     # --- reading
 
-    def find(self, token_ids: ArrayLike, min_tokens: int = 16) -> Match | None:
+    def find(self, token_ids: ArrayLike, min_tokens: int = 16, spans: Sequence[ContentSpan] = ()) -> Match | None:
         """The snapshot with the longest token-exact common prefix of at least min_tokens. The reference server asks
         for 16, too.
 
-        No I/O. Of a request's n tokens at most n - 1 rows are of use: one token has to be computed for its logits.
+        ``spans`` tell what stands behind placeholder tokens. No I/O. Of a request's n tokens at most n - 1 rows are of
+        use: one token has to be computed for its logits.
         """
-        return self._catalog.find(np.asarray(token_ids, np.int32), min_tokens)
+        return self._catalog.find(np.asarray(token_ids, np.int32), min_tokens, spans)
 
     def restore(self, match: Match, n_rows: int, sink: RowSink) -> None:
         """Reads the first n_rows (at most match.n_common) of every layer into the sink. They must not count before
@@ -180,63 +236,78 @@ class SnapshotStore:
         offered by ``find`` again, so ask it for the next best; after any other StoreUnavailable compute the rows, for
         the same file would be found. Raises SnapshotRejected, SnapshotGone, StoreUnavailable, StoreMisuse.
         """
+        n_good = self.restore_usable(match, n_rows, sink)
+        if n_good < n_rows:
+            raise SnapshotRejected(
+                "block_digest_mismatch",
+                f"of {n_rows} rows the first {n_good} are good; ask again for the next best",
+                path=self._directory.file(match.name),
+            )
+
+    def restore_usable(self, match: Match, n_rows: int, sink: Any) -> int:
+        """As ``restore``, but when a segment is damaged, the rows before the damage are delivered: returns how many.
+
+        ``sink`` is a RowSink, for q8 rows a Q8Sink, or a PlaneSink; if it has ``tile_buffers``, blocks are read
+        straight into its memory. Damaged files are in quarantine afterwards. Raises as ``restore``.
+        """
         if not 1 <= n_rows <= match.n_common:
             raise StoreMisuse(f"{n_rows} rows asked of {match.n_common} common ones", op="restore", path=match.name)
         try:
-            with self.pin(match.name):
-                try:
-                    self._read(match, n_rows, sink)
-                except SnapshotGone:  # ESTALE may only mean that our handle is old: ask for the name once more
-                    self._read(match, n_rows, sink)
-        except SnapshotGone:
-            self._catalog.forget(match.name)
-            self._count(n_failed_restores=1)
-            raise
+            if names.is_segment(match.name):
+                n_good = self._segments.restore(match.name, n_rows, sink)
+            else:
+                self._files.restore(match, n_rows, sink)
+                n_good = n_rows
+                if not self._read_only:
+                    self._directory.touch(match.name)
         except Exception:
             self._count(n_failed_restores=1)
             raise
-        self._count(n_restored=1, bytes_read=n_rows * vlkv.token_bytes(self.geometry))
-        if not self._read_only:
-            self._directory.touch(match.name)
+        row_bytes = vlkv.ID_BYTES + self.geometry.n_layers * row_bytes_of(self._segments.kind, self.geometry)
+        self._count(n_restored=1, bytes_read=n_good * row_bytes)
+        return n_good
 
-    def _read(self, match: Match, n_rows: int, sink: RowSink) -> None:
-        identity = None
-        try:
-            with open_snapshot(
-                self._fs, self._directory.file(match.name), self.geometry, self._trusted_uids
-            ) as snapshot:
-                identity = snapshot.identity
-                snapshot.check(self.vocab_size, match.name)
-                snapshot.check_prefix(match.token_ids[:n_rows])
-                snapshot.restore(n_rows, sink, RowBuffers(self.geometry))
-        except SnapshotRejected as error:
-            self._catalog.refuse(error, match.name, identity or self._directory.identity(match.name))
-            raise
+    def logits(self, match: Match) -> NDArray[np.float32] | None:
+        """The logits of the last token, float32 [vocab], when the match ends with its segment and they were saved.
+
+        Raises SnapshotRejected, SnapshotGone, StoreUnavailable.
+        """
+        if not names.is_segment(match.name) or match.n_common < match.n_tokens:
+            return None
+        return self._segments.logits(match.name)
 
     def pin(self, name: str) -> AbstractContextManager[None]:
         """Keeps a snapshot from being evicted by this process, for a read or for a turn that waits to read it.
 
-        Raises SnapshotGone when it is being evicted at this moment.
+        With a segment, its whole chain. Raises SnapshotGone when it is being evicted at this moment.
         """
-        return self._evictor.pin(name)
+        chain = self._catalog.chain(name, vlkv.MAX_TOKENS)
+        return self._evictor.pin(*(segment.name for segment, _ in chain)) if chain else self._evictor.pin(name)
 
     # --- writing
 
-    def publish(self, token_ids: ArrayLike, rows: RowSource) -> SnapshotInfo:
+    def publish(
+        self,
+        token_ids: ArrayLike,
+        rows: RowSource | Any,
+        *,
+        spans: Sequence[ContentSpan] = (),
+        logits: NDArray[np.float32] | None = None,
+    ) -> SnapshotInfo:
         """Saves the rows of these tokens, int32 [n]. When it returns the snapshot is durable and visible to all.
 
-        The rows must not change meanwhile. Memory: 8 MiB whatever the size. Evicts what the budget and the disk call
-        for, first. Raises StoreFull, NameTaken, StoreUnavailable, StoreMisuse; nothing of a failed save stays under
-        the snapshot's name.
+        Version 3 writes a segment of the rows that no stored chain has; ``rows`` may be a RowSource, a Q8Source, or a
+        PlaneSource, and may offer ``tile_buffers``. The rows must not change meanwhile. Memory: 8 MiB whatever the
+        size. Evicts what the budget and the disk call for, first. Raises StoreFull, NameTaken, StoreUnavailable,
+        StoreMisuse; nothing of a failed save stays under the snapshot's name.
         """
         self._must_write("publish")
         ids = self._checked(token_ids)
         try:
-            info = self._save(ids, rows)
+            info = self._save(ids, rows, spans, logits)
         except Exception:
             self._count(n_failed_saves=1)
             raise
-        self._catalog.add(info.name, ids)
         if info.already_there:
             self._directory.touch(info.name)
             self._count(n_already_there=1)
@@ -244,46 +315,23 @@ class SnapshotStore:
             self._count(n_published=1, bytes_written=info.n_bytes)
         return info
 
-    def _save(self, ids: TokenIds, rows: RowSource) -> SnapshotInfo:
-        token_hash = vlkv.fnv1a(ids)
-        name = vlkv.file_name(token_hash)
-        n_bytes = vlkv.file_bytes(self.geometry, len(ids))
-        if self._is_there(name, ids):
-            return SnapshotInfo(name, len(ids), n_bytes, already_there=True)
-        if n_bytes > self.budget.max_bytes or self.budget.max_files < 1:
-            raise StoreFull(
-                f"a snapshot of {len(ids)} tokens has {n_bytes} bytes,"
-                f" the store's whole budget is {self.budget.max_bytes}",
-                op="publish",
-                path=self._directory.file(name),
-            )
-        try:
-            outcome = self._write(name, n_bytes, token_hash, ids, rows)
-        except StoreFull as error:
-            if not isinstance(error.__cause__, OSError):
-                raise  # the budget, not the disk
-            self._free(n_bytes)
-            outcome = self._write(name, n_bytes, token_hash, ids, rows)
-        return SnapshotInfo(name, len(ids), n_bytes, already_there=outcome == "already_there")
+    def _save(
+        self, ids: TokenIds, rows: Any, spans: Sequence[ContentSpan], logits: NDArray[np.float32] | None
+    ) -> SnapshotInfo:
+        if self._version == vlkv3.VERSION:
+            saved = self._segments.publish(ids, rows, spans, logits)
+            return SnapshotInfo(saved.name, saved.end, saved.n_bytes, saved.outcome == "already_there", saved.start)
+        whole = self._files.publish(ids, rows)
+        self._catalog.add(whole.name, ids)
+        return SnapshotInfo(whole.name, len(ids), whole.n_bytes, whole.outcome == "already_there")
 
-    def _write(self, name: str, n_bytes: int, token_hash: int, ids: TokenIds, rows: RowSource) -> Outcome:
-        """Reserve, make room, write, publish. The reservation is visible before anybody counts, so two writers see
-        each other."""
-        final = self._directory.file(name)
-        with self._directory.temp(name, n_bytes) as temp:
-            now_ns = temp.created_at_ns()
-            self._evictor.make_room(now_ns, max(0, n_bytes - self._directory.free_bytes()), final)
-            inode = write_snapshot(temp, self.geometry, ids, token_hash, rows, RowBuffers(self.geometry))
-            return publish(self._fs, temp.path, final, inode, self.geometry, ids)
+    def compact(self) -> int:
+        """Merges the segments of long chains; in idle time. Returns how many segments were replaced.
 
-    def _is_there(self, name: str, ids: TokenIds) -> bool:
-        if self._directory.identity(name) is None:
-            return False
-        try:
-            confirm_same(self._fs, self._directory.file(name), self.geometry, ids)
-        except SnapshotGone:
-            return False
-        return True
+        Raises StoreFull, StoreUnavailable, SnapshotRejected; nothing is lost then.
+        """
+        self._must_write("compact")
+        return self._segments.compact()
 
     # --- space
 
@@ -296,18 +344,6 @@ class SnapshotStore:
         if not self._directory.exists():
             return ()
         return self._evictor.make_room(self._directory.now_ns(), 0, self.path)
-
-    def _free(self, n_bytes: int) -> None:
-        """The disk said it is full (or a quota did, which no count of free bytes shows): get rid of as much as is to
-        be written."""
-        shortage = n_bytes - self._directory.free_bytes()
-        self._evictor.make_room(self._directory_now_ns(), shortage if shortage > 0 else n_bytes, self.path)
-
-    def _directory_now_ns(self) -> int:
-        try:
-            return self._directory.now_ns()
-        except StoreFull:  # not even an empty file can be made; then every reservation counts
-            return 0
 
     # --- reporting
 
@@ -323,6 +359,7 @@ class SnapshotStore:
             n_known=len(self._catalog),
             n_refused=len(self._catalog.refused()),
             n_evicted=self._evictor.n_evicted,
+            n_orphans=len(self._catalog.orphans()),
             **{name: counts.get(name, 0) for name in _COUNTED},
         )
 

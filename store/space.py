@@ -8,8 +8,17 @@ their bytes are not kept as trash.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Final
+
+NS_PER_S: Final = 1_000_000_000
+# Rows at this depth cost twice as much to compute as the first ones: attention then takes as long as the linear layers.
+DEPTH_OF_DOUBLE_COST: Final = 4096
+# An age below this is as good as now: a chain's segments are touched one after the other.
+AGE_FLOOR_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +29,18 @@ class Entry:
     name: str
     n_bytes: int
     at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a segment's place in its chain says about its worth: positions start..end-1, and the segment before it."""
+
+    start: int
+    end: int
+    parent: str | None
+
+
+NO_STANDING: Final[Mapping[str, Standing]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +82,17 @@ class RoomPlan:
 
 
 def plan_room(
-    survey: Survey, budget: Budget, shortage_bytes: int, protected: AbstractSet[str], expired_before_ns: int
+    survey: Survey,
+    budget: Budget,
+    shortage_bytes: int,
+    protected: AbstractSet[str],
+    expired_before_ns: int,
+    standing: Mapping[str, Standing] = NO_STANDING,
 ) -> RoomPlan | None:
-    """The least that has to go: oldest trash first, then the least recently used snapshots that are not protected.
+    """The least that has to go: oldest trash first, then the snapshots that are worth least and are not protected.
 
-    Trash from before ``expired_before_ns`` goes in any case.
+    Worth falls with the time since the last use, and grows with what the rows cost to compute again per byte. No
+    segment goes before those that continue it (``standing``). Trash from before ``expired_before_ns`` goes in any case.
 
     ``shortage_bytes`` is what the disk itself lacks, however generous the budget. None when it cannot be done; then
     nothing should go.
@@ -80,17 +107,64 @@ def plan_room(
         needed -= entry.n_bytes
     delete: list[str] = []
     to_trash: list[str] = []
-    for entry in sorted(survey.snapshots, key=_age):
-        if needed <= 0 and surplus_files <= 0:
-            break
-        if entry.name in protected:
-            continue
-        (delete if needed > 0 else to_trash).append(entry.name)
-        needed -= entry.n_bytes if needed > 0 else 0
+    order = _EvictionOrder(survey.snapshots, protected, standing)
+    while needed > 0 or surplus_files > 0:
+        victim = order.pop()
+        if victim is None:
+            return None
+        (delete if needed > 0 else to_trash).append(victim.name)
+        needed -= victim.n_bytes if needed > 0 else 0
         surplus_files -= 1
-    if needed > 0 or surplus_files > 0:
-        return None
     return RoomPlan(tuple(purge), tuple(delete), tuple(to_trash))
+
+
+def worth(entry: Entry, newest_ns: int, standing: Standing | None) -> float:
+    """Cost per byte of computing the rows again, per second since the last use; no unit, only the order counts."""
+    depth = 0.0 if standing is None else (standing.start + standing.end) / 2
+    age_s = (newest_ns - entry.at_ns) / NS_PER_S
+    return (1 + depth / DEPTH_OF_DOUBLE_COST) / (AGE_FLOOR_S + age_s)
+
+
+class _EvictionOrder:
+    """Snapshots by worth, leaves of their chains first; a parent comes up when its last child has gone."""
+
+    def __init__(
+        self, snapshots: tuple[Entry, ...], protected: AbstractSet[str], standing: Mapping[str, Standing]
+    ) -> None:
+        self._entries = {entry.name: entry for entry in snapshots}
+        self._protected = protected
+        self._standing = standing
+        self._newest_ns = max((entry.at_ns for entry in snapshots), default=0)
+        self._n_children: dict[str, int] = {}
+        for name in self._entries:
+            parent = self._parent(name)
+            if parent is not None:
+                self._n_children[parent] = self._n_children.get(parent, 0) + 1
+        self._heap: list[tuple[float, int, str]] = []
+        for name in self._entries:
+            self._offer(name)
+
+    def pop(self) -> Entry | None:
+        """The next one to go."""
+        if not self._heap:
+            return None
+        *_, name = heapq.heappop(self._heap)
+        parent = self._parent(name)
+        if parent is not None:
+            self._n_children[parent] -= 1
+            if parent in self._entries:
+                self._offer(parent)
+        return self._entries[name]
+
+    def _offer(self, name: str) -> None:
+        if name not in self._protected and not self._n_children.get(name):
+            entry = self._entries[name]
+            value = worth(entry, self._newest_ns, self._standing.get(name))
+            heapq.heappush(self._heap, (value, entry.at_ns, name))
+
+    def _parent(self, name: str) -> str | None:
+        standing = self._standing.get(name)
+        return None if standing is None else standing.parent
 
 
 def _age(entry: Entry) -> tuple[int, str]:

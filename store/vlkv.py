@@ -158,10 +158,7 @@ def check_header(
     instead. ``versions`` are those that the caller can read.
     """
     _check_constants(header, versions)
-    _check_fields(header)
-    if expected is not None:
-        _check_geometry(header, expected)
-    _check_bounds(header)
+    check_shape(header, expected)
     size = file_bytes(header.geometry, header.file_n_tokens, header.version)
     if size != actual_bytes:
         raise SnapshotRejected(
@@ -174,9 +171,25 @@ def check_header(
         )
 
 
-def _check_constants(header: Header, versions: Collection[int]) -> None:
+def check_magic(header: Header) -> None:
+    """Raises SnapshotRejected(bad_magic)."""
     if header.magic != MAGIC:
         raise SnapshotRejected("bad_magic", f"it starts with {header.magic.hex(' ')}, not {MAGIC.hex(' ')}")
+
+
+def check_shape(header: Header, expected: KvGeometry | None) -> None:
+    """Judges the geometry fields, which all versions have: against each other, the model's, and bounds.
+
+    Raises SnapshotRejected.
+    """
+    _check_fields(header)
+    if expected is not None:
+        _check_geometry(header, expected)
+    _check_bounds(header)
+
+
+def _check_constants(header: Header, versions: Collection[int]) -> None:
+    check_magic(header)
     if header.version not in versions:
         readable = " and ".join(str(version) for version in versions)
         raise SnapshotRejected("bad_version", f"version {header.version}, where version {readable} can be used")

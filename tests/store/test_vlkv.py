@@ -131,7 +131,9 @@ def test_claims_are_bounded_when_no_model_is_at_hand(geometry: KvGeometry, n_tok
 
 def test_every_refusal_has_an_exit_code_of_its_own() -> None:
     assert len(set(EXIT_CODES.values())) == len(EXIT_CODES)
-    assert all(3 <= code <= 39 or 50 <= code <= 69 for code in EXIT_CODES.values())  # 1 error, 2 usage, 40-49 no refusals
+    assert all(
+        3 <= code <= 39 or 50 <= code <= 69 for code in EXIT_CODES.values()
+    )  # 1 error, 2 usage, 40-49 no refusals
 
 
 @given(st.integers(1, 200), st.integers(1, 200), st.sampled_from(vlkv.BLOCK_SIZES), st.integers(1, 5))

@@ -1,0 +1,367 @@
+"""Version 3 inside a SnapshotStore: publishing the new rows only, restoring chains, quarantine, compaction."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.store import names
+from kvferry.store.catalog import Catalog, known_segment
+from kvferry.store.chain_reader import ChainReader, open_chain
+from kvferry.store.chains import Segment
+from kvferry.store.directory import StoreDirectory
+from kvferry.store.errors import NameTaken, SnapshotGone, SnapshotRejected, StoreError, StoreFull, WriteBudgetSpent
+from kvferry.store.evictor import Evictor
+from kvferry.store.geometry import KvGeometry, TokenIds
+from kvferry.store.lcp_index import common_prefix
+from kvferry.store.payload import F32Rows, Kind, PlaneSink, PlaneSource, Q8Planes, TileMemory
+from kvferry.store.publish import Outcome, publish
+from kvferry.store.segment_file import Terms, open_segment
+from kvferry.store.segment_writer import SegmentWriter, layout_for
+from kvferry.store.vlkv3 import HINT_BYTES, NO_PARENT, ContentSpan, Extent, hint_of, identity_ids, prefix_digest
+from kvferry.store.write_budget import WriteBudget
+
+_log = logging.getLogger(__name__)
+
+# Each round another node evicted a part of the chain between our look and our save.
+_MAX_ROUNDS: Final = 4
+# A chain of this many segments is read with as many open files, and every layer costs a call for each.
+MAX_CHAIN: Final = 64
+
+# Damage and forgery: the file goes to quarantine. Other refusals say that it is not ours, so it stays where it is.
+_DAMAGE: Final = frozenset(
+    {"truncated_header", "size_mismatch", "head_digest_mismatch", "block_digest_mismatch", "bad_scale"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a publish did: rows start..end-1 were written, n_bytes of file; or nothing, since they were there."""
+
+    name: str
+    start: int
+    end: int
+    n_bytes: int
+    outcome: Outcome
+
+
+@dataclass(slots=True, kw_only=True)
+class SegmentShelf:
+    """The segments of one directory. Threads: as SnapshotStore, which owns it."""
+
+    directory: StoreDirectory
+    catalog: Catalog
+    evictor: Evictor
+    geometry: KvGeometry
+    kind: Kind
+    terms: Terms
+    fingerprint: str
+    unique: Callable[[], str]
+    trusted_uids: frozenset[int] | None
+    min_growth: int
+    clock: Callable[[], float]
+    write_budget: WriteBudget | None = None
+    max_chain: int = MAX_CHAIN
+    read_only: bool = False
+    on_count: Callable[..., None] = field(default=lambda **_: None)
+
+    # --- writing
+
+    def publish(
+        self, ids: TokenIds, rows: Any, spans: Sequence[ContentSpan], logits: NDArray[np.float32] | None
+    ) -> Saved:
+        """Saves the rows that no stored chain has. Raises as SnapshotStore.publish."""
+        for _ in range(_MAX_ROUNDS):
+            chain = self._longest_chain(identity_ids(ids, 0, spans))
+            start = chain[-1][1] if chain else 0
+            if start and len(ids) - start < self.min_growth:
+                return Saved(chain[-1][0].name, 0, start, 0, "already_there")
+            if not self._all_there(chain):
+                continue
+            parent = self._digest(ids[:start], spans) if start else NO_PARENT
+            extent = Extent(
+                geometry=self.geometry,
+                kind=self.kind,
+                layout=layout_for(self.kind, as_tiles(rows)),
+                start=start,
+                n_tokens=len(ids) - start,
+                fingerprint=self.fingerprint,
+                parent=parent,
+                prefix=self._digest(ids, spans),
+                parent_hint=hint_of(chain[-1][0].name) if chain else bytes(HINT_BYTES),
+            )
+            new_spans = [span for span in spans if start <= span.start < len(ids)]
+            source = as_source(self.kind, rows)
+            return self._write(extent, ids[start:], new_spans, logits, source, as_tiles(rows), chain)
+        raise StoreFull(
+            "not saved: the chain before these rows is being evicted", op="publish", path=self.directory.path
+        )
+
+    def _write(
+        self,
+        extent: Extent,
+        ids: TokenIds,
+        spans: Sequence[ContentSpan],
+        logits: NDArray[np.float32] | None,
+        rows: PlaneSource,
+        tiles: TileMemory | None,
+        chain: Sequence[tuple[Segment, int]],
+    ) -> Saved:
+        salt = self.terms.seal.new_salt(self.unique())
+        writer = SegmentWriter(extent, ids, spans, self.terms.seal, salt, logits)
+        extent = writer.extent
+        final = self.directory.file(extent.name)
+        self._check_budgets(extent.file_bytes, final)
+        with self.evictor.pin(*(segment.name for segment, _ in chain)):
+            outcome = self._attempt(writer, rows, tiles, final)
+        segment = Segment(
+            extent.name,
+            extent.start,
+            np.array(ids, np.int32),
+            extent.parent,
+            extent.prefix,
+            chain[-1][0].name if chain else "",
+            tuple(spans),
+            extent.file_bytes,
+        )
+        self.catalog.add_segment(segment)
+        return Saved(extent.name, extent.start, extent.end, extent.file_bytes, outcome)
+
+    def _check_budgets(self, n_bytes: int, final: Path) -> None:
+        if n_bytes > self.evictor.budget.max_bytes or self.evictor.budget.max_files < 1:
+            raise StoreFull(
+                f"a segment of {n_bytes} bytes is more than the store's whole budget of"
+                f" {self.evictor.budget.max_bytes}",
+                op="publish",
+                path=final,
+            )
+        if self.write_budget is not None and n_bytes > self.write_budget.left(self.clock()):
+            raise WriteBudgetSpent(
+                f"not saved: {n_bytes} bytes are more than what is left of"
+                f" {self.write_budget.bytes_per_hour} bytes per hour",
+                op="publish",
+                path=final,
+            )
+
+    def _attempt(self, writer: SegmentWriter, rows: PlaneSource, tiles: TileMemory | None, final: Path) -> Outcome:
+        """Once, and once more after making room (the disk was full), or out of the way (a damaged file)."""
+        try:
+            return self._write_file(writer, rows, tiles, final)
+        except StoreFull as error:
+            if not isinstance(error.__cause__, OSError):
+                raise  # the budget, not the disk
+            self.evictor.free(writer.extent.file_bytes)
+        except NameTaken as error:
+            if not isinstance(error.__cause__, SnapshotRejected) or error.__cause__.reason not in _DAMAGE:
+                raise
+            self.set_aside(final.name, error.__cause__)
+        writer.rewind()
+        return self._write_file(writer, rows, tiles, final)
+
+    def _write_file(self, writer: SegmentWriter, rows: PlaneSource, tiles: TileMemory | None, final: Path) -> Outcome:
+        n_bytes = writer.extent.file_bytes
+        with self.directory.temp(final.name, n_bytes) as temp:
+            shortage = max(0, n_bytes - self.directory.free_bytes())
+            self.evictor.make_room(temp.created_at_ns(), shortage, final)
+            try:
+                inode = writer.write(temp, rows, tiles)
+                return publish(self.directory.fs, temp.path, final, inode, lambda: self._confirm_same(writer, final))
+            finally:
+                if self.write_budget is not None:
+                    self.write_budget.spend(self.clock(), temp.n_written)
+
+    def _confirm_same(self, writer: SegmentWriter, final: Path) -> None:
+        """Raises NameTaken, SnapshotGone, StoreUnavailable."""
+        try:
+            with open_segment(self.directory.fs, final, self.terms, self.trusted_uids) as there:
+                same = there.extent.prefix == writer.extent.prefix and there.extent.start == writer.extent.start
+        except SnapshotRejected as error:
+            raise NameTaken(
+                f"not saved: the name is taken by a file that is refused ({error.reason}): {final}", path=final
+            ) from error
+        if not same:
+            raise NameTaken(f"not saved: {final} is another segment, and the older file stays", path=final)
+
+    def _digest(self, ids: TokenIds, spans: Sequence[ContentSpan]) -> bytes:
+        return prefix_digest(self.terms.seal, self.fingerprint, ids, spans)
+
+    def _longest_chain(self, identity: TokenIds) -> Sequence[tuple[Segment, int]]:
+        match = self.catalog.find(identity, 1)
+        if match is None:
+            return ()
+        if names.is_segment(match.name):
+            return self.catalog.chain(match.name, match.n_common)
+        best: Sequence[tuple[Segment, int]] = ()  # a version 1 file hides the chains behind it
+        for leaf in self.catalog.leaves():
+            n_common = common_prefix(self.catalog.identity(leaf), identity)
+            if n_common > (best[-1][1] if best else 0):
+                best = self.catalog.chain(leaf, n_common)
+        return best
+
+    def _all_there(self, chain: Sequence[tuple[Segment, int]]) -> bool:
+        """Whether the files still exist; those that do not are forgotten."""
+        gone = [segment.name for segment, _ in chain if self.directory.identity(segment.name) is None]
+        for name in gone:
+            self.catalog.forget(name)
+        return not gone
+
+    # --- reading
+
+    def restore(self, name: str, n_rows: int, sink: Any) -> int:
+        """Hands the first n_rows to the sink; returns how many of them are good. Raises SnapshotGone,
+        SnapshotRejected when not even one is, StoreUnavailable."""
+        chain = list(self.catalog.chain(name, n_rows))
+        error: StoreError = SnapshotGone("find", self.directory.file(name))
+        tried_again = False
+        while chain:
+            try:
+                with self.evictor.pin(*(segment.name for segment, _ in chain)), self._open(chain) as reader:
+                    n_good, damages = reader.restore(chain[-1][1], as_sink(self.kind, sink), as_tiles(sink))
+            except SnapshotGone as gone:
+                error = gone
+                if not tried_again:  # ESTALE may only mean that our handle is old
+                    tried_again = True
+                    continue
+                self.catalog.forget(Path(gone.path).name)
+            except SnapshotRejected as refused:
+                error = refused
+                self.set_aside(Path(refused.path).name, refused)
+            else:
+                for damage in damages:
+                    refusal = damage.rejection(self.directory.file(damage.name))
+                    self.set_aside(damage.name, refusal)
+                    error = refusal
+                if n_good:
+                    self._touch(chain)
+                    return n_good
+                break
+            chain = _before(chain, Path(error.path).name)
+        raise error
+
+    def _open(self, chain: Sequence[tuple[Segment, int]]) -> AbstractContextManager[ChainReader]:
+        return open_chain(self.directory.fs, self.directory.path, chain, self.terms, self.trusted_uids)
+
+    def _touch(self, chain: Sequence[tuple[Segment, int]]) -> None:
+        if not self.read_only:
+            for segment, _ in chain:
+                self.directory.touch(segment.name)
+
+    def logits(self, name: str) -> NDArray[np.float32] | None:
+        """The logits of a segment's last position, if they were saved. Raises as ``restore``."""
+        with open_segment(self.directory.fs, self.directory.file(name), self.terms, self.trusted_uids) as file:
+            return file.logits()
+
+    def set_aside(self, name: str, error: SnapshotRejected) -> None:
+        """The file is not offered again; a damaged one goes to quarantine, and is reported."""
+        try:
+            identity = self.directory.identity(name)
+        except StoreError:
+            identity = None
+        self.catalog.refuse(error, name, identity)
+        if error.reason in _DAMAGE and not self.read_only:
+            with suppress(StoreError):
+                if self.directory.quarantine(name) is not None:
+                    self.on_count(n_quarantined=1)
+
+    # --- compaction
+
+    def compact(self) -> int:
+        """Replaces chains of more than max_chain segments by longer segments; returns how many were replaced.
+
+        The new segment is durable and known before an old one goes, and whoever reads an old one can finish. Raises
+        StoreFull, WriteBudgetSpent, StoreUnavailable; nothing is lost then.
+        """
+        n_replaced = 0
+        for leaf in self.catalog.leaves():
+            chain = self.catalog.chain(leaf, 1 << 62)
+            run = plan_compaction([len(part.token_ids) for part, _ in chain], self.max_chain)
+            if run is not None:
+                n_replaced += self._merge(chain[: run.stop], run.start)
+        return n_replaced
+
+    def _merge(self, chain: Sequence[tuple[Segment, int]], first: int) -> int:
+        run = [segment for segment, _ in chain[first:]]
+        covered = [segment.name for segment, stop in chain[first:] if stop == segment.end]  # others hang on the rest
+        start, end = run[0].start, chain[-1][1]
+        pieces = [part.token_ids[: stop - part.start] for part, stop in chain]
+        ids = np.concatenate(pieces)
+        spans = [span for part, stop in chain for span in part.spans if span.start < stop]
+        with self.evictor.pin(*(segment.name for segment, _ in chain)), self._open(chain) as reader:
+            extent = replace(
+                reader.parts[-1].file.extent,
+                start=start,
+                n_tokens=end - start,
+                parent=run[0].parent,
+                prefix=self._digest(ids, spans),
+                parent_hint=hint_of(chain[first - 1][0].name) if first else bytes(HINT_BYTES),
+                layout=reader.parts[0].file.extent.layout,
+            )
+            new_spans = [span for span in spans if span.start >= start]
+            self._write(extent, ids[start:], new_spans, reader.parts[-1].file.logits(), _Checked(reader), None, chain)
+        return self.evictor.discard(covered)
+
+
+class _Checked:
+    """A chain as a source whose damage is a refusal, so that it is never written into another file."""
+
+    def __init__(self, reader: ChainReader) -> None:
+        self._reader = reader
+
+    def read_planes(self, layer: int, start: int, stop: int, planes: Any) -> None:
+        from kvferry.store.segment_file import BlockDamagedError
+
+        try:
+            self._reader.read_planes(layer, start, stop, planes)
+        except BlockDamagedError as damage:
+            path = next(p.file.path for p in self._reader.parts if p.file.path.name == damage.name)
+            raise damage.rejection(path) from damage
+
+
+def plan_compaction(lengths: Sequence[int], most: int) -> range | None:
+    """Which of a chain's segments (their lengths in tokens) to merge: the tail that is no longer than what would be
+    gained, so that a row is written again only each time its segment at least doubles. None: nothing."""
+    if len(lengths) <= most:
+        return None
+    first = 0
+    while first < len(lengths) - 1 and lengths[first] >= sum(lengths[first + 1 :]):
+        first += 1
+    return range(first, len(lengths))
+
+
+def _before(chain: list[tuple[Segment, int]], name: str) -> list[tuple[Segment, int]]:
+    """The chain up to the segment of this name, without it."""
+    for index, (segment, _) in enumerate(chain):
+        if segment.name == name:
+            return chain[:index]
+    return []
+
+
+def as_source(kind: Kind, rows: Any) -> PlaneSource:
+    """What a caller gives, as planes."""
+    if hasattr(rows, "read_planes"):
+        source: PlaneSource = rows
+        return source
+    return Q8Planes(source=rows) if kind is Kind.Q8 else F32Rows(source=rows)
+
+
+def as_sink(kind: Kind, sink: Any) -> PlaneSink:
+    """What a caller takes, as planes."""
+    if hasattr(sink, "write_planes"):
+        taker: PlaneSink = sink
+        return taker
+    return Q8Planes(sink=sink) if kind is Kind.Q8 else F32Rows(sink=sink)
+
+
+def as_tiles(memory: Any) -> TileMemory | None:
+    """The caller's own memory, when it offers it."""
+    return memory if hasattr(memory, "tile_buffers") else None
+
+
+__all__ = ["Saved", "SegmentShelf", "as_sink", "as_source", "as_tiles", "known_segment", "plan_compaction"]
