@@ -39,6 +39,7 @@ MAX_CHAIN: Final = 64
 _DAMAGE: Final = frozenset(
     {"truncated_header", "size_mismatch", "head_digest_mismatch", "block_digest_mismatch", "bad_scale"}
 )
+_NOT_OURS: Final = frozenset({"not_regular_file", "untrusted_owner", "key_mismatch"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,9 @@ class SegmentShelf:
                 raise  # the budget, not the disk
             self.evictor.free(writer.extent.file_bytes)
         except NameTaken as error:
-            if not isinstance(error.__cause__, SnapshotRejected) or error.__cause__.reason not in _DAMAGE:
+            if not isinstance(error.__cause__, SnapshotRejected) or error.__cause__.reason in _NOT_OURS:
                 raise
-            self.set_aside(final.name, error.__cause__)
+            self.set_aside(final.name, error.__cause__, damaged=True)  # the name is made of what the file must hold
         writer.rewind()
         return self._write_file(writer, rows, tiles, final)
 
@@ -258,14 +259,14 @@ class SegmentShelf:
         with open_segment(self.directory.fs, self.directory.file(name), self.terms, self.trusted_uids) as file:
             return file.logits()
 
-    def set_aside(self, name: str, error: SnapshotRejected) -> None:
+    def set_aside(self, name: str, error: SnapshotRejected, *, damaged: bool = False) -> None:
         """The file is not offered again; a damaged one goes to quarantine, and is reported."""
         try:
             identity = self.directory.identity(name)
         except StoreError:
             identity = None
         self.catalog.refuse(error, name, identity)
-        if error.reason in _DAMAGE and not self.read_only:
+        if (damaged or error.reason in _DAMAGE) and not self.read_only:
             with suppress(StoreError):
                 if self.directory.quarantine(name) is not None:
                     self.on_count(n_quarantined=1)

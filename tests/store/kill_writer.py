@@ -1,8 +1,9 @@
 """Forks writers, kills them, and looks at what they leave. Run as a process of its own: `kill_writer.py ROOT MODE N
-SEED`.
+SEED VERSION`.
 
-MODE "random": N kills at random instants. MODE "calls": a kill before each file system call of a save, one call after
-the other. Prints a JSON object of counts; a torn file, wrong rows or a lost old file are counted, not raised.
+Version 3 writes each session as two segments. MODE "random": N kills at random instants. MODE "calls": a kill before
+each file system call of a save, one call after the other. Prints a JSON object of counts; a torn file, wrong rows or a
+lost old file are counted, not raised.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 from uuid import uuid4
 
 import numpy as np
@@ -25,11 +27,14 @@ from kvferry.store.fs import FileSystem, PosixFileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.inspection import load_snapshot
 from kvferry.store.memory_rows import MemoryRows
+from kvferry.store.segment_file import Terms, open_segment
 from kvferry.store.snapshot_store import SnapshotStore
 
 GEOMETRY = KvGeometry(4, 2, 32)
 N_TOKENS = 200
-MAX_FILES = 12
+VERSION = int(sys.argv[5])
+MAX_FILES = 12 if VERSION == 1 else 8
+N_SESSIONS = 12 if VERSION == 1 else 4  # of version 3, each has two files
 VOCAB = 1 << 20
 COUNTED = (
     "kills",
@@ -55,13 +60,25 @@ def rows_of(number: int) -> MemoryRows:
 
 
 def open_store(root: Path, fs: FileSystem | None = None) -> SnapshotStore:
-    return SnapshotStore(root, "kill", GEOMETRY, VOCAB, 1 << 30, MAX_FILES, "node-1", trash_grace_s=0, fs=fs)
+    version: Literal[1, 3] = 3 if VERSION == 3 else 1
+    store = SnapshotStore(
+        root, "kill", GEOMETRY, VOCAB, 1 << 30, MAX_FILES, "node-1", trash_grace_s=0, fs=fs, version=version
+    )
+    if version == 3:
+        store.refresh()
+    return store
+
+
+def publish(store: SnapshotStore, number: int) -> None:
+    if VERSION == 3:
+        store.publish(ids_of(number)[: N_TOKENS // 2], rows_of(number))
+    store.publish(ids_of(number), rows_of(number))
 
 
 def write_until_killed(root: Path, first: int) -> None:
     store = open_store(root)
     for number in itertools.count(first):
-        store.publish(ids_of(number), rows_of(number))
+        publish(store, number)
 
 
 def kill_before_call(root: Path, number: int, n_calls: int) -> None:
@@ -71,13 +88,17 @@ def kill_before_call(root: Path, number: int, n_calls: int) -> None:
         if next(left) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    open_store(root, FaultyFileSystem(on_call=die)).publish(ids_of(number), rows_of(number))
+    publish(open_store(root, FaultyFileSystem(on_call=die)), number)
 
 
 def look(root: Path, counts: dict[str, int]) -> None:
     """Judges every file that has a final name, rows included; then starts again and reaps."""
     folder = root / "kill"
-    for path in folder.glob("*.kv"):
+    for path in folder.glob("kv3_*.kv"):
+        with open_segment(PosixFileSystem(), path, Terms()) as file:
+            counts["torn"] += bool(file.damaged_blocks())
+            counts["seen"] += 1
+    for path in folder.glob("kv_*.kv"):
         try:
             found = load_snapshot(PosixFileSystem(), path, GEOMETRY, VOCAB)
         except SnapshotRejected:
@@ -91,7 +112,13 @@ def look(root: Path, counts: dict[str, int]) -> None:
     store.reap()
     store.refresh()
     counts["temps_after_reap"] += len(list(folder.glob("*.tmp")))
-    counts["refused_after_start"] += len(store.refused())
+    counts["refused_after_start"] += len(store.refused()) + store.statistics().n_orphans
+    for number in range(N_SESSIONS) if VERSION == 3 else ():
+        match = store.find(ids_of(number))
+        if match is not None:
+            rows, wanted = MemoryRows.empty(GEOMETRY, match.n_common), rows_of(number)
+            store.restore(match, match.n_common, rows)
+            counts["wrong"] += not np.array_equal(rows.k, wanted.k[:, : match.n_common])
 
 
 def main() -> None:
@@ -114,9 +141,9 @@ def main() -> None:
     foreign = store.path / f"kv_{0:016x}.kv.node-2.{uuid4().hex}.1000.tmp"
     foreign.write_bytes(b"another node is writing this")
     started = time.monotonic()
-    for number in range(MAX_FILES):
-        store.publish(ids_of(number), rows_of(number))
-    save_s = (time.monotonic() - started) / MAX_FILES
+    for number in range(N_SESSIONS):
+        publish(store, number)
+    save_s = (time.monotonic() - started) / N_SESSIONS
     for kill in range(n_kills):
         child = os.fork()
         if child == 0:

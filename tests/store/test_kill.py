@@ -15,9 +15,9 @@ WRITER = Path(__file__).with_name("kill_writer.py")
 SOURCES = Path(__file__).parents[2] / "src"
 
 
-def _run(root: Path, mode: str, n_kills: int, seed: int) -> dict[str, int]:
+def _run(root: Path, mode: str, n_kills: int, seed: int, version: int = 1) -> dict[str, int]:
     done = subprocess.run(
-        [sys.executable, str(WRITER), str(root), mode, str(n_kills), str(seed)],
+        [sys.executable, str(WRITER), str(root), mode, str(n_kills), str(seed), str(version)],
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
         capture_output=True,
         text=True,
@@ -39,21 +39,25 @@ def _assert_unharmed(counts: dict[str, int]) -> None:
     assert counts["temps_left"] > counts["temps_after_reap"]  # the kills did hit saves in progress
 
 
-def test_200_kills_at_random_instants_tear_nothing(tmp_path: Path) -> None:
-    counts = _run(tmp_path, "random", 200, seed=1)
-    assert counts["kills"] == 200
+@pytest.mark.parametrize("version", [1, 3])
+def test_200_kills_at_random_instants_tear_nothing(tmp_path: Path, version: int) -> None:
+    """100 of each version."""
+    counts = _run(tmp_path, "random", 100, seed=1, version=version)
+    assert counts["kills"] == 100
     _assert_unharmed(counts)
 
 
 @pytest.mark.slow
-def test_1000_kills_at_random_instants_tear_nothing(tmp_path: Path) -> None:
-    counts = _run(tmp_path, "random", 1000, seed=2)
+@pytest.mark.parametrize("version", [1, 3])
+def test_1000_kills_at_random_instants_tear_nothing(tmp_path: Path, version: int) -> None:
+    counts = _run(tmp_path, "random", 1000, seed=2, version=version)
     assert counts["kills"] == 1000
     _assert_unharmed(counts)
 
 
-def test_a_kill_before_each_single_call_of_a_save_tears_nothing(tmp_path: Path) -> None:
-    counts = _run(tmp_path, "calls", 1000, seed=3)
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_kill_before_each_single_call_of_a_save_tears_nothing(tmp_path: Path, version: int) -> None:
+    counts = _run(tmp_path, "calls", 1000, seed=3, version=version)
     assert counts["finished"] == 1
     assert counts["kills"] > 15
     _assert_unharmed(counts)

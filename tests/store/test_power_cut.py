@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -100,6 +101,7 @@ FATES: dict[str, Callable[[bytes], bytes]] = {
     "half there": lambda data: data[: len(data) // 2],
     "zeros": lambda data: bytes(len(data)),
     "header and ids there, rows zero": lambda data: data[:224] + bytes(len(data[224:])),
+    "all but the last bytes there": lambda data: data[:-30] + bytes(30),
 }
 
 
@@ -109,8 +111,8 @@ def _rows(value: int) -> MemoryRows:
     return rows
 
 
-def _open(root: Path, fs: PosixFileSystem | None = None) -> SnapshotStore:
-    return SnapshotStore(root, "feed", GEOMETRY, 1024, 1 << 20, 10, "node-1", fs=fs)
+def _open(root: Path, fs: PosixFileSystem | None = None, version: Literal[1, 3] = 1) -> SnapshotStore:
+    return SnapshotStore(root, "feed", GEOMETRY, 1024, 1 << 20, 10, "node-1", fs=fs, version=version)
 
 
 def _after_the_cut(
@@ -177,6 +179,58 @@ def test_a_power_cut_at_every_instant_of_a_save(tmp_path: Path, links: bool) -> 
                 assert _holds(found, OLD, 1)
                 assert _holds(found, NEW, 2) or not saved
                 assert not list(found.path.glob("*.tmp"))
+        if saved:
+            break
+    assert n_cut > 5
+    assert n_cases > 80
+
+
+def _rows_of_a_session() -> MemoryRows:
+    rows = MemoryRows.empty(GEOMETRY, 80)
+    rows.k[:] = np.arange(80)[None, :, None]
+    rows.v[:] = -rows.k
+    return rows
+
+
+def _n_good_rows(store: SnapshotStore, ids: np.ndarray) -> int:
+    match = store.find(ids)
+    if match is None:
+        return 0
+    rows, wanted = MemoryRows.empty(GEOMETRY, 80), _rows_of_a_session()
+    try:
+        n = store.restore_usable(match, match.n_common, rows)
+    except StoreError:
+        return 0
+    assert np.array_equal(rows.k[:, :n], wanted.k[:, :n])
+    assert np.array_equal(rows.v[:, :n], wanted.v[:, :n])
+    return n
+
+
+def test_a_power_cut_at_every_instant_of_a_turns_segment(tmp_path: Path) -> None:
+    """The segment before it stays; the new one is whole or not there, or its damage is found."""
+    ids = np.arange(1, 81)
+    n_cases = n_cut = 0
+    for cut_after in range(40):
+        work = tmp_path / str(cut_after)
+        (work / "shadow").mkdir(parents=True)
+        disk = ForgetfulFileSystem(work / "shadow")
+        store = _open(work / "store", disk, version=3)
+        store.reap()
+        store.publish(ids[:40], _rows_of_a_session())
+        disk.left = cut_after
+        saved = False
+        try:
+            assert store.publish(ids, _rows_of_a_session()).start == 40
+            saved = True
+        except PowerCutError:
+            n_cut += 1
+        disk.left = None
+        for n_survivors in range(len(disk.pending) + 1):
+            for fate in FATES.values():
+                n_cases += 1
+                found = _after_the_cut(work / f"{n_cases}", disk, n_survivors, fate)
+                n_good = _n_good_rows(found, ids)
+                assert n_good == 80 if saved else 40 <= n_good <= 80
         if saved:
             break
     assert n_cut > 5
