@@ -10,13 +10,14 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.store import vlkv
+from kvferry.store import names, vlkv, vlkv3
 from kvferry.store.errors import SnapshotRejected, os_errors_mapped
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry, Rows, TokenIds
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.q8 import Q8Rows
 from kvferry.store.reader import RowBuffers, open_regular, open_snapshot, read_exactly
+from kvferry.store.segment_file import Terms, open_segment
 
 WHOLE_FILES: Final = (vlkv.VERSION_F32, vlkv.VERSION_Q8)
 """Versions whose files hold a sequence from its first token on."""
@@ -43,6 +44,7 @@ class Inspection:
     expected_bytes: int | None
     computed_hash: int | None
     refusal: SnapshotRejected | None
+    extension: tuple[tuple[str, str], ...] = ()  # of version 3: name and value
 
 
 def inspect_file(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> Inspection:
@@ -52,6 +54,8 @@ def inspect_file(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_
         head = bytearray(min(vlkv.HEADER_BYTES, identity.n_bytes))
         if head:
             read_exactly(fs, fd, [memoryview(head)], 0, path)
+        if names.is_segment(path.name):
+            return _inspect_segment(fs, fd, path, identity.n_bytes, bytes(head), refusal)
         if len(head) < vlkv.HEADER_BYTES:
             return Inspection(path, identity.n_bytes, (), None, None, None, refusal)
         header = vlkv.parse_header(bytes(head))
@@ -72,6 +76,27 @@ def inspect_file(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_
     return Inspection(path, identity.n_bytes, fields, header, expected_bytes, computed, refusal)
 
 
+def _inspect_segment(
+    fs: FileSystem, fd: int, path: Path, n_bytes: int, head: bytes, refusal: SnapshotRejected | None
+) -> Inspection:
+    if len(head) < vlkv.HEADER_BYTES:
+        return Inspection(path, n_bytes, (), None, None, None, refusal)
+    fields = tuple(FieldView(name, offset, raw, _value(name, raw)) for name, offset, raw in vlkv3.header_fields(head))
+    header = vlkv.parse_header(head)
+    fixed = bytearray(min(vlkv3.FIXED_BYTES, n_bytes))
+    read_exactly(fs, fd, [memoryview(fixed)], 0, path)
+    try:
+        extent = vlkv3.parse_extent(bytes(fixed), None)
+    except SnapshotRejected:
+        return Inspection(path, n_bytes, fields, header, None, None, refusal)
+    computed = None
+    if extent.file_bytes == n_bytes and extent.token_hash:
+        ids = np.empty(extent.n_tokens, "<i4")
+        read_exactly(fs, fd, [ids.data.cast("B")], vlkv3.FIXED_BYTES, path)
+        computed = vlkv.fnv1a(ids)
+    return Inspection(path, n_bytes, fields, header, extent.file_bytes, computed, refusal, extent.describe())
+
+
 def judge(
     fs: FileSystem,
     path: Path,
@@ -84,6 +109,9 @@ def judge(
     Raises SnapshotGone, StoreUnavailable.
     """
     try:
+        if names.is_segment(path.name):
+            with open_segment(fs, path, Terms(geometry=expected, vocab_size=vocab_size)):
+                return None
         with open_snapshot(fs, path, expected, versions=versions) as snapshot:
             snapshot.check(vocab_size, path.name)
     except SnapshotRejected as error:

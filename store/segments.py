@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.store import names
-from kvferry.store.catalog import Catalog, known_segment
+from kvferry.store.catalog import Catalog
 from kvferry.store.chain_reader import ChainReader, open_chain
 from kvferry.store.chains import Segment
 from kvferry.store.directory import StoreDirectory
@@ -21,9 +21,9 @@ from kvferry.store.errors import NameTaken, SnapshotGone, SnapshotRejected, Stor
 from kvferry.store.evictor import Evictor
 from kvferry.store.geometry import KvGeometry, TokenIds
 from kvferry.store.lcp_index import common_prefix
-from kvferry.store.payload import F32Rows, Kind, PlaneSink, PlaneSource, Q8Planes, TileMemory
+from kvferry.store.payload import F32Rows, Kind, Planes, PlaneSink, PlaneSource, Q8Planes, TileMemory
 from kvferry.store.publish import Outcome, publish
-from kvferry.store.segment_file import Terms, open_segment
+from kvferry.store.segment_file import BlockDamagedError, Terms, open_segment
 from kvferry.store.segment_writer import SegmentWriter, layout_for
 from kvferry.store.vlkv3 import HINT_BYTES, NO_PARENT, ContentSpan, Extent, hint_of, identity_ids, prefix_digest
 from kvferry.store.write_budget import WriteBudget
@@ -305,19 +305,20 @@ class SegmentShelf:
                 layout=reader.parts[0].file.extent.layout,
             )
             new_spans = [span for span in spans if span.start >= start]
-            self._write(extent, ids[start:], new_spans, reader.parts[-1].file.logits(), _Checked(reader), None, chain)
+            self._write(
+                extent, ids[start:], new_spans, reader.parts[-1].file.logits(), CheckedChain(reader), None, chain
+            )
         return self.evictor.discard(covered)
 
 
-class _Checked:
+class CheckedChain:
     """A chain as a source whose damage is a refusal, so that it is never written into another file."""
 
     def __init__(self, reader: ChainReader) -> None:
         self._reader = reader
 
-    def read_planes(self, layer: int, start: int, stop: int, planes: Any) -> None:
-        from kvferry.store.segment_file import BlockDamagedError
-
+    def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
+        """Copies rows out. Raises SnapshotRejected(block_digest_mismatch), and what reading raises."""
         try:
             self._reader.read_planes(layer, start, stop, planes)
         except BlockDamagedError as damage:
@@ -363,6 +364,3 @@ def as_sink(kind: Kind, sink: Any) -> PlaneSink:
 def as_tiles(memory: Any) -> TileMemory | None:
     """The caller's own memory, when it offers it."""
     return memory if hasattr(memory, "tile_buffers") else None
-
-
-__all__ = ["Saved", "SegmentShelf", "as_sink", "as_source", "as_tiles", "known_segment", "plan_compaction"]

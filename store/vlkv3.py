@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,6 +31,7 @@ FLAG_LOSSY: Final = 1
 MAX_SPANS: Final = 1 << 16  # a context of a million tokens has no more pictures than that
 MAX_LOGITS: Final = 1 << 20  # the largest vocabularies in use have 262,144 tokens
 
+_FIELDS: Final = (("start", 44, 4), ("ext_bytes", 48, 4), ("flags", 52, 4), ("reserved", 56, 8))
 _HEADER: Final = struct.Struct("<4s7IQI3I8s")
 _EXTENSION: Final = struct.Struct("<64s32s32s4I8s16s16s72s")
 _SPAN: Final = struct.Struct("<2I32s")
@@ -142,6 +143,22 @@ class Extent:
         """A block's place in the digest table."""
         return 1 + layer * self.n_blocks + block - self.first_block
 
+    def describe(self) -> tuple[tuple[str, str], ...]:
+        """Name and value of what the first 64 bytes do not say, for a person."""
+        hint = name_of_hint(self.parent_hint) if self.start else "-"
+        return (
+            ("positions", f"{self.start} to {self.end - 1}"),
+            ("rows", f"{self.kind.name}, {self.layout.name.lower()}" + ("" if self.kind.is_exact else ", LOSSY")),
+            ("fingerprint", self.fingerprint),
+            ("file name", self.name),
+            ("parent", self.parent.hex() if self.start else "-"),
+            ("prefix", self.prefix.hex()),
+            ("parent hint", hint),
+            ("seal", f"{self.seal.name.lower()}, key {self.key_id.hex()}"),
+            ("spans", str(self.n_spans)),
+            ("logits", str(self.n_logits)),
+        )
+
     def pack(self) -> bytes:
         """The first 320 bytes."""
         g = self.geometry
@@ -152,6 +169,13 @@ class Extent:
             self.fingerprint.encode("ascii"), self.parent, self.prefix, self.layout, self.seal, self.n_spans,
             self.n_logits, self.key_id, self.salt, self.parent_hint, bytes(72),
         )  # fmt: skip
+
+
+def header_fields(data: bytes) -> Iterator[tuple[str, int, bytes]]:
+    """(name, offset, raw bytes) of each field of the first 64 bytes."""
+    yield from (field for field in vlkv.header_fields(data) if field[1] < 44)
+    for name, offset, size in _FIELDS:
+        yield name, offset, data[offset : offset + size]
 
 
 def segment_name(parent: bytes, prefix: bytes, kind: Kind) -> str:

@@ -13,13 +13,12 @@ import numpy as np
 from rich.filesize import decimal
 from rich.table import Table
 
-from kvferry.store import names
 from kvferry.store.commands.shared import chosen_shape, console, json_option, model_options, parts, print_json
-from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreMisuse, StoreUnavailable, os_errors_mapped
+from kvferry.store.errors import StoreMisuse, os_errors_mapped
+from kvferry.store.folder import FileView, look, model_folders, terms_of
 from kvferry.store.fs import FileSystem, PosixFileSystem
 from kvferry.store.geometry import KvGeometry, TokenIds
 from kvferry.store.lcp_index import LcpIndex, common_prefix
-from kvferry.store.reader import open_snapshot
 
 _DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
 
@@ -77,42 +76,20 @@ def _when(mtime_s: float) -> str:
 
 def _list(fs: FileSystem, directory: Path, expected: KvGeometry | None, vocab_size: int | None) -> list[_Line]:
     """Every snapshot in the directory, and in its folders that could be named after a fingerprint."""
-    lines = [
-        _look(fs, directory / name, expected, vocab_size) for name in _names(fs, directory) if names.is_snapshot(name)
-    ]
-    for folder in sorted(entry for entry in directory.iterdir() if entry.is_dir() and entry.name != names.TRASH):
-        found = [name for name in _names(fs, folder) if names.is_snapshot(name)]
-        lines += [_look(fs, folder / name, expected, vocab_size) for name in found]
-    return [line for line in lines if line is not None]
+    lines = []
+    for folder in model_folders(fs, directory):
+        found = look(fs, folder, terms_of(expected, vocab_size))
+        lines += [_line(view, found.tokens(name)) for name, view in found.files.items()]
+    return lines
 
 
-def _names(fs: FileSystem, directory: Path) -> list[str]:
-    with os_errors_mapped("list", directory):
-        try:
-            return fs.names(str(directory))
-        except FileNotFoundError:
-            raise StoreUnavailable(
-                f"there is no directory {directory}", op="list", path=directory, recovery="page_operator"
-            ) from None
-
-
-def _look(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> _Line | None:
-    try:
-        status = fs.lstat(str(path))
-    except FileNotFoundError:
-        return None
-    ids, said = None, "ok"
-    try:
-        with open_snapshot(fs, path, expected) as snapshot:
-            snapshot.check_quickly(vocab_size, path.name)
-            ids = snapshot.token_ids()
-    except SnapshotRejected as error:
-        said = f"refused: {error.reason}"
-    except SnapshotGone:
-        return None
-    except StoreUnavailable as error:
-        said = f"unreadable: {error}"
-    return _Line(path, status.st_size, status.st_mtime, ids, said)
+def _line(view: FileView, token_ids: TokenIds | None) -> _Line:
+    said = "ok" if not view.start else f"ok, from {view.start}"
+    if view.problem == "orphan_segment":
+        said = f"waits for what comes before {view.start}"
+    elif view.problem:
+        said = view.problem if view.problem.startswith("unreadable") else f"refused: {view.problem}"
+    return _Line(view.path, view.n_bytes, view.mtime_s, token_ids, said)
 
 
 @click.command()
@@ -137,7 +114,7 @@ def lcp(
     as_json: bool,
 ) -> None:
     """Find the snapshot that shares the longest prefix with these token ids, compared token by token."""
-    wanted = _read_tokens(tokens)
+    wanted = read_tokens(tokens)
     lines = _list(PosixFileSystem(), directory, *parts(chosen_shape(model, geometry, vocab_size)))
     index = LcpIndex()
     shared: dict[str, int] = {}
@@ -165,7 +142,7 @@ def lcp(
         out.print(f"best  {best.key}: {best.n_common} of {len(wanted)} tokens, {n_usable} rows usable", markup=False)
 
 
-def _read_tokens(text: str) -> TokenIds:
+def read_tokens(text: str) -> TokenIds:
     """Ids from '1,2 3', '[1, 2]', '@FILE' or '-'. Raises StoreMisuse."""
     if text.startswith("@"):
         path = Path(text[1:])

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from kvferry.store import vlkv
+from kvferry.store import names, vlkv, vlkv3
 from kvferry.store.commands.shared import (
     chosen_shape,
     console,
@@ -22,11 +22,14 @@ from kvferry.store.commands.shared import (
     verdict,
 )
 from kvferry.store.errors import SnapshotRejected, StoreUnavailable
+from kvferry.store.folder import terms_of
 from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry, Rows
 from kvferry.store.inspection import WHOLE_FILES, Inspection, Q8Snapshot, Snapshot, inspect_file, load_any
+from kvferry.store.payload import Kind, MemoryPlanes
 from kvferry.store.q8 import Scales, Values
 from kvferry.store.reader import RowBuffers, open_snapshot
+from kvferry.store.segment_file import Terms, open_segment
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
 
@@ -57,6 +60,7 @@ def _as_facts(found: Inspection) -> dict[str, object]:
             "header": header_hash,
             "computed": None if found.computed_hash is None else f"{found.computed_hash:016x}",
         },
+        "extension": dict(found.extension),
         "size": {"actual": found.actual_bytes, "expected": found.expected_bytes},
         **verdict(found.refusal),
     }
@@ -72,9 +76,12 @@ def _print(found: Inspection) -> None:
         out.print(table)
         computed = "cannot be computed" if found.computed_hash is None else f"{found.computed_hash:016x}"
         out.print(f"token hash  header {found.header.token_hash:016x}, of the ids {computed}", markup=False)
-        out.print(
-            f"file name   {found.path.name}, by the header {vlkv.file_name(found.header.token_hash)}", markup=False
-        )
+        if found.header.version == vlkv3.VERSION:
+            for key, value in found.extension:
+                out.print(f"{key:<11} {value}", markup=False)
+        else:
+            by_hash = vlkv.file_name(found.header.token_hash)
+            out.print(f"file name   {found.path.name}, by the header {by_hash}", markup=False)
     expected = "not known" if found.expected_bytes is None else str(found.expected_bytes)
     out.print(f"size        actual {found.actual_bytes}, expected {expected}", markup=False)
     said = "ok" if found.refusal is None else f"refused ({found.refusal.reason}): {found.refusal.detail}"
@@ -121,6 +128,11 @@ def verify(file: Path, model: str | None, geometry: str | None, vocab_size: int 
 
 def _read_through(file: Path, expected: KvGeometry | None, vocab_size: int | None) -> tuple[int, int]:
     counter = _NonFiniteCounter()
+    if names.is_segment(file.name):
+        with open_segment(PosixFileSystem(), file, terms_of(expected, vocab_size)) as segment:
+            for damage in segment.damaged_blocks():
+                raise damage.rejection(file)
+            return segment.extent.n_tokens, 0
     with open_snapshot(PosixFileSystem(), file, expected, versions=WHOLE_FILES) as snapshot:
         snapshot.check(vocab_size, file.name)
         if snapshot.header.version == vlkv.VERSION_Q8:
@@ -143,23 +155,28 @@ def dump(
     """Write a snapshot's rows as arrays. Takes its size in memory.
 
     Version 1: token_ids int32 [n], k and v float32 [layers, n, kv_dim]. Version 2: token_ids, k_q8 and v_q8 int8
-    [layers, n, kv_dim], k_scale and v_scale float32 [layers, n, kv_heads].
+    [layers, n, kv_dim], k_scale and v_scale float32 [layers, n, kv_heads]. Version 3: the whole chain that ends
+    with this segment, under the keys of its kind of rows.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    arrays = dumped_arrays(load_any(PosixFileSystem(), file, *parts(chosen_shape(model, geometry, vocab_size))))
+    expected = parts(chosen_shape(model, geometry, vocab_size))
+    if names.is_segment(file.name):
+        arrays = _chain_arrays(file, terms_of(*expected))
+    else:
+        arrays = dumped_arrays(load_any(PosixFileSystem(), file, *expected))
     try:
         save_file(arrays, output)  # by a temporary file of its own
     except (OSError, SafetensorError) as error:
         raise StoreUnavailable(f"cannot write {output}: {error}", op="write", path=output) from error
-    names = sorted(arrays.keys() - {"token_ids"})
-    shape = list(arrays[names[0]].shape)
+    keys = sorted(arrays.keys() - {"token_ids"})
+    shape = list(arrays[keys[0]].shape)
     facts = {"file": str(file), "output": str(output), "n_tokens": len(arrays["token_ids"]), "shape": shape}
     if as_json:
         print_json(facts)
     else:
-        rows = " and ".join(name for name in names if "scale" not in name)
+        rows = " and ".join(key for key in keys if "scale" not in key)
         click.echo(f"{output}: token_ids [{len(arrays['token_ids'])}], {rows} {shape}")
 
 
@@ -175,3 +192,18 @@ def dumped_arrays(snapshot: Snapshot | Q8Snapshot) -> dict[str, NDArray[Any]]:
         "k_scale": rows.k_scale,
         "v_scale": rows.v_scale,
     }
+
+
+def _chain_arrays(file: Path, terms: Terms) -> dict[str, NDArray[Any]]:
+    from kvferry.store.conversion import open_sequence
+
+    with open_sequence(PosixFileSystem(), file, terms) as sequence:
+        n = len(sequence.token_ids)
+        planes = MemoryPlanes.empty(sequence.kind, sequence.geometry, n)
+        for layer in range(sequence.geometry.n_layers):
+            sequence.rows.read_planes(layer, 0, n, tuple(array[layer] for array in planes.arrays))
+    keys: tuple[str, ...] = ("k", "v")
+    if sequence.kind in {Kind.Q8, Kind.Q4}:
+        name = sequence.kind.name.lower()
+        keys = (f"k_{name}", f"v_{name}", "k_scale", "v_scale")
+    return {"token_ids": sequence.token_ids, **dict(zip(keys, planes.arrays, strict=True))}

@@ -1,0 +1,156 @@
+"""One model's folder as a person sees it: all files, how segments link, and what is wrong. For the offline commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.store import names
+from kvferry.store.catalog import known_segment
+from kvferry.store.chains import Chains
+from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreUnavailable, os_errors_mapped
+from kvferry.store.fs import FileSystem
+from kvferry.store.geometry import KvGeometry, TokenIds
+from kvferry.store.inspection import WHOLE_FILES
+from kvferry.store.payload import Kind
+from kvferry.store.reader import open_snapshot
+from kvferry.store.segment_file import BlockDamagedError, Terms, open_segment
+from kvferry.store.vlkv3 import prefix_digest
+
+
+@dataclass(frozen=True, slots=True)
+class FileView:
+    """One file: positions start..end-1; token_ids are its own, None when it is refused or unreadable."""
+
+    path: Path
+    n_bytes: int
+    mtime_s: float
+    version: int = 0
+    kind: Kind = Kind.F32
+    start: int = 0
+    token_ids: TokenIds | None = None
+    problem: str = ""  # a refusal's reason, or a sentence
+
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self.start + (0 if self.token_ids is None else len(self.token_ids))
+
+
+@dataclass(slots=True)
+class Folder:
+    """What lies in one folder. Not kept up to date."""
+
+    path: Path
+    files: dict[str, FileView]
+    chains: Chains
+    refusals: dict[str, SnapshotRejected] = field(default_factory=dict)
+
+    def tokens(self, name: str) -> TokenIds | None:
+        """All tokens from position 0 on, None for what cannot be used."""
+        view = self.files[name]
+        if view.token_ids is None or not names.is_segment(name):
+            return view.token_ids
+        return self.chains.token_ids(name) if self.chains.is_linked(name) else None
+
+    def only_of(self, name: str) -> tuple[str, ...]:
+        """The file, and those before it that nothing else hangs on: what goes when this conversation goes."""
+        going = [name]
+        at = self.chains.parent(name)
+        while at is not None and self.chains.children(at) <= set(going):
+            going.append(at)
+            at = self.chains.parent(at)
+        return tuple(going)
+
+
+def model_folders(fs: FileSystem, directory: Path) -> Iterator[Path]:
+    """The directory itself when it holds snapshots, and its folders that do."""
+    with os_errors_mapped("list", directory):
+        try:
+            found = fs.names(str(directory))
+        except FileNotFoundError:
+            raise StoreUnavailable(
+                f"there is no directory {directory}", op="list", path=directory, recovery="page_operator"
+            ) from None
+        if any(names.is_snapshot(name) for name in found):
+            yield directory
+        for name in sorted(set(found) - {names.TRASH, names.QUARANTINE}):
+            if (directory / name).is_dir():
+                yield directory / name
+
+
+def look(fs: FileSystem, folder: Path, terms: Terms) -> Folder:
+    """Opens every snapshot in a folder. Raises StoreUnavailable when it cannot be listed."""
+    with os_errors_mapped("list", folder):
+        found = sorted(name for name in fs.names(str(folder)) if names.is_snapshot(name))
+    prints: dict[str, str] = {}
+    chains = Chains(lambda ids, spans: prefix_digest(terms.seal, prints.get("", ""), ids, spans))
+    out = Folder(folder, {}, chains)
+    for name in found:
+        view = _view(fs, folder / name, terms, out, prints)
+        if view is not None:
+            out.files[name] = view
+    for name in chains.orphans():
+        out.files[name] = replace(out.files[name], problem="orphan_segment")
+    return out
+
+
+def _view(fs: FileSystem, path: Path, terms: Terms, out: Folder, prints: dict[str, str]) -> FileView | None:
+    try:
+        status = fs.lstat(str(path))
+    except FileNotFoundError:
+        return None
+    view = FileView(path, status.st_size, status.st_mtime, 3 if names.is_segment(path.name) else 1)
+    try:
+        return _segment(fs, view, terms, out, prints) if view.version == 3 else _whole(fs, view, terms)
+    except SnapshotRejected as error:
+        out.refusals[path.name] = error
+        return replace(view, problem=error.reason)
+    except SnapshotGone:
+        return None
+    except StoreUnavailable as error:
+        return replace(view, problem=f"unreadable: {error}")
+
+
+def _segment(fs: FileSystem, view: FileView, terms: Terms, out: Folder, prints: dict[str, str]) -> FileView:
+    with open_segment(fs, view.path, terms) as file:
+        prints.setdefault("", file.extent.fingerprint)
+        if file.extent.fingerprint != prints[""]:
+            raise SnapshotRejected("fingerprint_mismatch", "its neighbours are another model's", path=view.path)
+        segment, kind = known_segment(file), file.extent.kind
+    for name, error in out.chains.add(segment)[1]:
+        out.refusals[name] = error.at(out.path / name)
+        if name == view.path.name:
+            raise error.at(view.path)
+        out.files[name] = replace(out.files[name], problem=error.reason, token_ids=None)
+    return replace(view, kind=kind, start=segment.start, token_ids=np.array(segment.token_ids))
+
+
+def _whole(fs: FileSystem, view: FileView, terms: Terms) -> FileView:
+    with open_snapshot(fs, view.path, terms.geometry, versions=WHOLE_FILES) as snapshot:
+        snapshot.check_quickly(terms.vocab_size, view.path.name)
+        version = snapshot.header.version
+        ids = np.array(snapshot.token_ids())
+        return replace(view, version=version, kind=Kind.Q8 if version == 2 else Kind.F32, token_ids=ids)
+
+
+def read_rows_of(
+    fs: FileSystem, view: FileView, terms: Terms, on_read: Callable[[int], None]
+) -> list[BlockDamagedError]:
+    """Reads a segment's rows to the end; its damaged blocks. Whole files have no digests to hold them against.
+
+    Raises SnapshotRejected, SnapshotGone, StoreUnavailable.
+    """
+    if view.version != 3:
+        on_read(view.n_bytes)
+        return []
+    with open_segment(fs, view.path, terms) as file:
+        return file.damaged_blocks(on_read)
+
+
+def terms_of(expected: KvGeometry | None, vocab_size: int | None) -> Terms:
+    """What an offline command holds files against."""
+    return Terms(geometry=expected, vocab_size=vocab_size)
