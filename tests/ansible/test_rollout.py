@@ -1,6 +1,6 @@
 """A rollout as an operator does it: over ssh, onto four boards without internet, with people talking to the fleet.
 
-The tests are one story, told in order; each leaves the fleet serving. About ten minutes.
+The tests are one story, told in order; each leaves the fleet serving. About fifteen minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def test_a_build_that_cannot_start_never_touches_what_runs(fleet: Fleet, source:
 
 
 def test_a_board_that_fails_stops_the_rollout_and_says_how_to_go_back(fleet: Fleet, source: Path) -> None:
-    """The unit cannot start: its memory limit is absurd, which nothing before the start notices."""
+    """Its settings are not right, which nothing before the start of the service notices."""
     before = release_on(fleet, NODES[0])
     set_version(source, "0.1.3")
     model = str(resolve_model("smollm2-135m"))
