@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.errors import ContextExceeded, InvalidTokens, OutOfKvMemory
-from kvferry.engine.files.digest import file_sha256
-from kvferry.engine.files.gguf_file import open_gguf
+from kvferry.engine.files.model_file import ModelFile
+from kvferry.engine.files.open_model import open_model
 from kvferry.engine.fingerprint import fingerprint
 from kvferry.engine.kernels import records
 from kvferry.engine.kernels.attention import TILE_ROWS, tile_tokens
@@ -23,35 +23,52 @@ from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, act
 from kvferry.engine.kernels.linear import UNIT_ROWS
 from kvferry.engine.kernels.version import NUMERICS_VERSION
 from kvferry.engine.kv_cache import KvGeometry, KvPool, KvSequence
-from kvferry.engine.packing import PackedModel, aligned_empty, pack_model
+from kvferry.engine.mrope import mrope_rows
+from kvferry.engine.packing import PackedModel, Quant, aligned_empty, pack_model, whole_blocks
 from kvferry.engine.text.model import TextModel
 from kvferry.engine.threads import WorkerThreads, new_control
 
 _F32 = NDArray[np.float32]
 
-# How weights and activations are held; part of the fingerprint, since it decides what rows are computed.
-QUANT_RECIPE: Final = "weights as stored, q4_0/q4_1/q8_0; activations int8 in blocks of 32, scale absmax/127"
 KV_KIND: Final = "f32"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """``n_threads`` of a step; ``kv_bytes`` of KV memory; ``max_batch_rows`` that one pass takes (more are cut into
-    several); ``context_length`` in tokens, at most (and by default) the model's own."""
+    several); ``context_length`` in tokens, at most (and by default) the model's own; ``quant``: what weights become
+    that the kernels cannot take as they are stored."""
 
     n_threads: int
     kv_bytes: int
     max_batch_rows: int = 512
     context_length: int | None = None
+    quant: Quant = "q8"
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What tokens have beside their ids in a sequence with images.
+
+    ``positions``: int32 [3, n], time, row and column of each of the chunk's tokens. ``image_rows``: int64 [m], which of
+    them are image tokens; ``embeds`` float32 [m, hidden] stand in for their embeddings, ``deepstack`` float32
+    [m, n_deepstack, hidden] is added to them after each of the first layers.
+    """
+
+    positions: NDArray[np.int32]
+    image_rows: NDArray[np.int64]
+    embeds: _F32
+    deepstack: _F32
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens to append to a sequence, and which of their rows get logits."""
+    """Tokens to append to a sequence, and which of their rows get logits. ``sight``: None in a sequence of text."""
 
     sequence: KvSequence
     token_ids: NDArray[np.int32]
     logits: Literal["none", "last", "all"] = "last"
+    sight: Sight | None = None
 
 
 class Engine:
@@ -79,14 +96,14 @@ class Engine:
 
     @classmethod
     def load(cls, path: Path, options: EngineOptions) -> Engine:
-        """Open a model file, pack its weights and get the kernels ready.
+        """Open a GGUF file or a checkpoint folder, pack its weights and get the kernels ready.
 
-        Raises ModelNotFound, ModelInvalid or UnsupportedArchitecture for the file, OutOfKvMemory when ``kv_bytes`` is
+        Raises ModelNotFound, ModelInvalid or UnsupportedArchitecture for the model, OutOfKvMemory when ``kv_bytes`` is
         less than one block.
         """
-        file = open_gguf(path)
-        packed = pack_model(file, _context_length(file.config, options))
-        engine = cls(packed, options, _fingerprint(path, file.config))
+        file = open_model(path)
+        packed = pack_model(file, _context_length(file.config, options), options.quant)
+        engine = cls(packed, options, _fingerprint(file, packed.recipe))
         engine._warm_up()
         return engine
 
@@ -107,7 +124,7 @@ class Engine:
                 f"the batch needs {missing} KV blocks and {self.pool.n_free_blocks} of {self.pool.n_blocks} are free; "
                 "release a sequence or give the engine more KV memory"
             )
-        batch = _Batch(chunks, self.config)
+        batch = _Batch(chunks, self._packed)
         for chunk in chunks:
             chunk.sequence.reserve(chunk.sequence.n_rows + len(chunk.token_ids))
         logits = np.empty((batch.n_logit_rows, -(-self.config.vocab_size // UNIT_ROWS) * UNIT_ROWS), np.float32)
@@ -157,21 +174,29 @@ def _context_length(config: ModelConfig, options: EngineOptions) -> int:
     return min(options.context_length, config.context_length)
 
 
-def _fingerprint(path: Path, config: ModelConfig) -> str:
+def _fingerprint(file: ModelFile, recipe: str) -> str:
     return fingerprint(
-        weights_sha256=file_sha256(path),
-        config=config,
-        quant_recipe=QUANT_RECIPE,
-        tokenizer_digest=TextModel.load(path).digest,
+        weights_sha256=file.weights_sha256(),
+        config=file.config,
+        quant_recipe=recipe,
+        tokenizer_digest=_tokenizer_digest(file.path),
         kv_kind=KV_KIND,
         numerics_version=NUMERICS_VERSION,
     )
 
 
+def _tokenizer_digest(path: Path) -> str:
+    """The digest of the model's text part; a folder that holds none is a model of bare token ids."""
+    if path.is_dir() and not (path / "tokenizer.json").exists():
+        return "no tokenizer"
+    return TextModel.load(path).digest
+
+
 class _Batch:
     """All rows of some chunks in a line, described by arrays that a step's record points into."""
 
-    def __init__(self, chunks: Sequence[Chunk], config: ModelConfig) -> None:
+    def __init__(self, chunks: Sequence[Chunk], packed: PackedModel) -> None:
+        config = packed.config
         self._chunks = chunks
         self._tile_tokens = tile_tokens(config.n_heads // config.n_kv_heads)
         lengths = [len(chunk.token_ids) for chunk in chunks]
@@ -184,6 +209,27 @@ class _Batch:
             [np.arange(end - n, end) for end, n in zip(self._ends, self._logit_counts, strict=True)]
         )
         self.n_logit_rows = len(self._logit_rows)
+        self._rope_rows = packed.rope.ctypes.data + self._positions.astype(np.int64) * packed.rope.strides[0]
+        self._given: NDArray[np.int64] = np.zeros(self.n_rows, np.int64)
+        self._deepstack: NDArray[np.int64] = np.zeros(self.n_rows, np.int64)
+        self._n_deepstack = 0
+        self._kept: list[NDArray[Any]] = []  # what those addresses point into
+        for chunk, end in zip(chunks, self._ends, strict=True):
+            if chunk.sight is not None:
+                self._look(chunk.sight, int(end) - len(chunk.token_ids), packed)
+
+    def _look(self, sight: Sight, first: int, packed: PackedModel) -> None:
+        """Enter what a chunk whose rows begin at ``first`` has beside its tokens."""
+        n = sight.positions.shape[1]
+        turned = mrope_rows(packed.rope, sight.positions, packed.config.mrope_section or (0, 0, 0))
+        embeds, deepstack = np.ascontiguousarray(sight.embeds), np.ascontiguousarray(sight.deepstack)
+        self._kept += [turned, embeds, deepstack]
+        self._rope_rows[first : first + n] = turned.ctypes.data + np.arange(n) * turned.strides[0]
+        images = np.arange(len(sight.image_rows))
+        self._given[first + sight.image_rows] = embeds.ctypes.data + images * embeds.strides[0]
+        if len(images) and deepstack.shape[1]:
+            self._deepstack[first + sight.image_rows] = deepstack.ctypes.data + images * deepstack.strides[0]
+            self._n_deepstack = deepstack.shape[1]
 
     def describe(self, start: int, stop: int, step: NDArray[Any], logits: _F32) -> list[NDArray[Any]]:
         """Fill in the step's record for rows [start, stop); returns the arrays that it points into."""
@@ -192,6 +238,9 @@ class _Batch:
         arrays: dict[str, NDArray[Any]] = {
             "tokens_at": self._tokens[start:stop],
             "positions_at": self._positions[start:stop],
+            "rope_rows_at": self._rope_rows[start:stop],
+            "given_rows_at": self._given[start:stop],
+            "deepstack_at": self._deepstack[start:stop],
             "block_tables_at": self._table_addresses(tables)[start:stop],
             "tile_starts_at": self._tile_starts(start, stop),
             "logit_rows_at": self._logit_rows[first_logit:end_logit] - np.int32(start),
@@ -199,6 +248,7 @@ class _Batch:
         for field, array in arrays.items():
             step[field] = array.ctypes.data
         step["n_rows"] = stop - start
+        step["n_deepstack"] = self._n_deepstack
         step["n_tiles"] = len(arrays["tile_starts_at"]) - 1
         step["n_logit_rows"] = end_logit - first_logit
         step["logits_at"] = logits.ctypes.data + int(first_logit) * logits.strides[0]
@@ -239,7 +289,8 @@ class _Workspace:
         self.record["query_at"] = self._take(rows * query_size * FLOAT_BYTES)
         self.record["normed_at"] = self._take(rows * activation_row_bytes(config.hidden_size))
         self.record["attended_at"] = self._take(rows * activation_row_bytes(query_size))
-        self.record["gated_at"] = self._take(rows * activation_row_bytes(config.ffn_size))
+        self.record["gated_at"] = self._take(rows * activation_row_bytes(whole_blocks(config.ffn_size)))
+        self._take_for_experts(config, rows)
         self.record["kv_pool_at"] = pool.tiles.ctypes.data
         self.counters = aligned_empty((config.n_layers * PHASES_PER_LAYER + 1) * CACHE_LINE)
         self.record["counters_at"] = self.counters.ctypes.data
@@ -249,15 +300,30 @@ class _Workspace:
         self.record["scratch_stride"] = stride
         self.record["scratch_at"] = self._take(stride * options.n_threads)
 
+    def _take_for_experts(self, config: ModelConfig, rows: int) -> None:
+        moe = config.moe
+        if moe is None:
+            return
+        places = rows * moe.n_active
+        for field in ("chosen_at", "chosen_weights_at", "places_at"):
+            self.record[field] = self._take(places * 4)
+        self.record["expert_ends_at"] = self._take(moe.n_experts * 4)
+        self.record["active_at"] = self._take((moe.n_experts + 1) * 4)
+        self.record["gathered_at"] = self._take(places * activation_row_bytes(config.hidden_size))
+        self.record["expert_gated_at"] = self._take(places * activation_row_bytes(whole_blocks(moe.ffn_size)))
+        self.record["expert_out_at"] = self._take(places * config.hidden_size * FLOAT_BYTES)
+
     def _lay_out_scratch(self, config: ModelConfig, rows: int) -> int:
         """Set the offsets of one thread's scratch memory; returns its size."""
         group = config.n_heads // config.n_kv_heads
         tile_rows = max(TILE_ROWS, group)
-        one_row = max(2 * config.ffn_size, config.n_kv_heads * config.head_dim)
+        n_experts, expert_size = (config.moe.n_experts, config.moe.ffn_size) if config.moe is not None else (0, 0)
+        one_row = max(2 * whole_blocks(max(config.ffn_size, expert_size)), config.n_kv_heads * config.head_dim)
         many_rows = rows * max(2 * UNIT_ROWS, config.head_dim)
         sizes = {
             "scratch_linear": max(one_row, many_rows) * FLOAT_BYTES,
             "scratch_normed": PRIVATE_ROWS * activation_row_bytes(config.hidden_size),
+            "scratch_row": (config.hidden_size + n_experts) * FLOAT_BYTES,
             "scratch_tile_query": tile_rows * config.head_dim * FLOAT_BYTES,
             "scratch_tile_output": tile_rows * config.head_dim * FLOAT_BYTES,
             "scratch_tile_scores": tile_rows * KV_BLOCK * FLOAT_BYTES,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.errors import ContextExceeded, InvalidTokens
-from kvferry.engine.files.gguf_file import open_gguf
+from kvferry.engine.files.open_model import open_model
 from kvferry.engine.kv_cache import KvGeometry, KvSequence
 from kvferry.engine.reference import ReferenceModel
 
@@ -63,7 +63,7 @@ def score_reference(path: Path, token_ids: NDArray[np.int32], *, n_greedy: int) 
 
 
 def _options(path: Path, n_tokens: int, n_threads: int) -> EngineOptions:
-    config = open_gguf(path).config
+    config = open_model(path).config
     geometry = KvGeometry(config.n_layers, config.n_kv_heads, config.head_dim)
     n_blocks = -(-n_tokens // geometry.block_size) + _SPARE_BLOCKS
     return EngineOptions(n_threads=n_threads, kv_bytes=n_blocks * geometry.block_bytes)

@@ -4,7 +4,7 @@ Every thread runs ``forward`` with the same records. Each phase hands out disjoi
 barrier. A row's arithmetic never depends on which thread does it or on what other rows are in the batch.
 
 Phases of a layer: norm | q, k, v with rope, K and V into the cache | attention | o, added to the residual | norm |
-gate and up with SiLU, quantised | down, added to the residual.
+gate and up with SiLU, quantised | down, added to the residual. In a sparse layer experts.py stands for the last three.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from typing import Any, Final
 import numpy as np
 
 from kvferry.engine.kernels.attention import activation_stride, attend
+from kvferry.engine.kernels.experts import mixture
+from kvferry.engine.kernels.feed_forward import gated_units
 from kvferry.engine.kernels.intrinsics import (
-    atomic_add,
-    gated_quantise,
+    add_floats,
+    copy_bytes,
     load_float,
     load_int,
     load_int32,
+    norm_floats,
     norm_quantise,
     rope,
     store_float,
 )
 from kvferry.engine.kernels.jit import glue, kernel
-from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, QUANT_BLOCK
+from kvferry.engine.kernels.layout import FLOAT_BYTES, KV_BLOCK, QUANT_BLOCK
 from kvferry.engine.kernels.linear import UNIT_ROWS, linear, unpack_row
 from kvferry.engine.kernels.sync import await_step, barrier
+from kvferry.engine.kernels.work import portion_of, take
 
 # Up to this many rows every thread computes the norms for itself: that is cheaper than a barrier.
 PRIVATE_ROWS: Final = 4
@@ -36,26 +40,18 @@ PHASES_PER_LAYER: Final = 5
 _ONE: Final = np.float32(1.0)
 
 
-@kernel
-def _portion(n_units: int, n_rows: int, n_threads: int) -> int:
-    """How many units a thread takes at a time: a long run when there is one row, so that weights are read in long
-    streams; one by one when there are many, so that no thread waits long for another at the end."""
-    return (n_units + n_threads - 1) // n_threads if n_rows == 1 else 1
-
-
-@kernel
-def _take(workspace: Any, phase: int, portion: int) -> int:
-    """The first of the next ``portion`` units of a phase; each goes to one thread, whichever comes first."""
-    return atomic_add(workspace.counters_at + phase * CACHE_LINE, portion)
-
-
 @glue
 def _embed(model: Any, workspace: Any, step: Any, thread: int, n_threads: int) -> None:
     n_blocks = model.hidden_size // QUANT_BLOCK
     for row in range(thread, step.n_rows, n_threads):
         token = load_int32(step.tokens_at + 4 * row)
-        target = workspace.hidden_at + row * model.hidden_size * FLOAT_BYTES
-        unpack_row(model.embedding_kind, model.embedding_at, n_blocks, token, target)
+        row_bytes = model.hidden_size * FLOAT_BYTES
+        target = workspace.hidden_at + row * row_bytes
+        given = load_int(step.given_rows_at + 8 * row) if step.given_rows_at != 0 else 0
+        if given != 0:
+            copy_bytes(target, given, row_bytes)
+        else:
+            unpack_row(model.embedding_kind, model.embedding_at, n_blocks, token, target)
 
 
 @glue
@@ -91,8 +87,17 @@ def _kv_tile(model: Any, workspace: Any, step: Any, layer: int, row: int, head: 
 
 
 @kernel
-def _rope_table(model: Any, step: Any, row: int) -> int:
-    return model.rope_at + load_int32(step.positions_at + 4 * row) * model.head_dim * FLOAT_BYTES
+def _finish_head(head: int, bias: int, norm: int, n_blocks: int, epsilon: np.float32) -> None:
+    """Between the projection of a q or k head and its rope: the bias, then the norm; 0 where a model has none."""
+    if bias != 0:
+        add_floats(head, bias, n_blocks)
+    if norm != 0:
+        norm_floats(head, norm, n_blocks, epsilon, head)
+
+
+@kernel
+def _bias_of(bias: int, head: int, head_dim: int) -> int:
+    return bias + head * head_dim * FLOAT_BYTES if bias != 0 else 0
 
 
 @glue
@@ -108,9 +113,11 @@ def _query_heads(model: Any, workspace: Any, step: Any, layer: Any, normed: int,
         normed, stride, step.n_rows, query, row_bytes, np.int64(0),
     )  # fmt: skip
     for row in range(step.n_rows):
-        table = _rope_table(model, step, row)
+        table = load_int(step.rope_rows_at + 8 * row)
         for head in range(n_heads):
             at = query + row * row_bytes + head * head_bytes
+            bias = _bias_of(layer.q_bias_at, first_head + head, model.head_dim)
+            _finish_head(at, bias, layer.q_norm_at, model.head_dim // QUANT_BLOCK, model.rms_eps)
             rope(at, table, model.head_dim // 2, model.query_scale, at)
 
 
@@ -128,10 +135,12 @@ def _key_heads(
         normed, stride, step.n_rows, keys, n * head_bytes, np.int64(0),
     )  # fmt: skip
     for row in range(step.n_rows):
-        table = _rope_table(model, step, row)
+        table = load_int(step.rope_rows_at + 8 * row)
         column = load_int32(step.positions_at + 4 * row) % KV_BLOCK * FLOAT_BYTES
         for head in range(n):
             key = keys + (row * n + head) * head_bytes
+            bias = _bias_of(layer.k_bias_at, first + head, model.head_dim)
+            _finish_head(key, bias, layer.k_norm_at, model.head_dim // QUANT_BLOCK, model.rms_eps)
             rope(key, table, model.head_dim // 2, _ONE, key)
             tile = _kv_tile(model, workspace, step, layer_index, row, first + head, np.int64(0)) + column
             for d in range(model.head_dim):
@@ -156,6 +165,8 @@ def _value_heads(
         for head in range(n):
             tile = _kv_tile(model, workspace, step, layer_index, row, first + head, np.int64(1)) + slot * head_bytes
             value = values + (row * n + head) * head_bytes
+            if layer.v_bias_at != 0:
+                add_floats(value, layer.v_bias_at + (first + head) * head_bytes, model.head_dim // QUANT_BLOCK)
             for d in range(model.head_dim):
                 store_float(tile + d * FLOAT_BYTES, load_float(value + d * FLOAT_BYTES))
 
@@ -175,8 +186,8 @@ def _project_heads(
     """A unit is one head, of the sequence q heads, k heads, v heads."""
     n_q, n_kv = model.n_heads, model.n_kv_heads
     n_units = n_q + 2 * n_kv
-    portion = _portion(n_units, step.n_rows, n_threads)
-    first = _take(workspace, phase, portion)
+    portion = portion_of(n_units, step.n_rows, n_threads)
+    first = take(workspace, phase, portion)
     while first < n_units:
         end = min(first + portion, n_units)
         if first < n_q:
@@ -187,18 +198,18 @@ def _project_heads(
         begin, stop = max(first - n_q - n_kv, 0), end - n_q - n_kv
         if begin < stop:
             _value_heads(model, workspace, step, layer, layer_index, normed, begin, stop - begin, scratch)
-        first = _take(workspace, phase, portion)
+        first = take(workspace, phase, portion)
 
 
 @glue
 def _attention(model: Any, workspace: Any, step: Any, layer_index: int, scratch: int, phase: int) -> None:
     """Tiles from the last to the first: the later a tile, the more keys it has, and long work should start early."""
     n_items = step.n_tiles * model.n_kv_heads
-    item = _take(workspace, phase, np.int64(1))
+    item = take(workspace, phase, np.int64(1))
     while item < n_items:
         tile = step.n_tiles - 1 - item // model.n_kv_heads
         attend(model, workspace, step, layer_index, tile, item % model.n_kv_heads, scratch)
-        item = _take(workspace, phase, np.int64(1))
+        item = take(workspace, phase, np.int64(1))
 
 
 @glue
@@ -210,13 +221,13 @@ def _add_to_hidden(
     row_bytes = model.hidden_size * FLOAT_BYTES
     n_blocks = n_inputs // QUANT_BLOCK
     stride = activation_stride(n_inputs)
-    portion = _portion(n_units, step.n_rows, n_threads)
-    first = _take(workspace, phase, portion)
+    portion = portion_of(n_units, step.n_rows, n_threads)
+    first = take(workspace, phase, portion)
     while first < n_units:
         n = min(portion, n_units - first)
         target = workspace.hidden_at + first * UNIT_ROWS * FLOAT_BYTES
         linear(kind, weights, n_blocks, first, n, x, stride, step.n_rows, target, row_bytes, np.int64(1))
-        first = _take(workspace, phase, portion)
+        first = take(workspace, phase, portion)
 
 
 @glue
@@ -227,25 +238,26 @@ def _gate_and_up(
     n_units = model.ffn_size // UNIT_ROWS
     n_blocks = model.hidden_size // QUANT_BLOCK
     stride = activation_stride(model.hidden_size)
-    gated_stride = activation_stride(model.ffn_size)
-    portion = _portion(n_units, step.n_rows, n_threads)
-    first = _take(workspace, phase, portion)
+    portion = portion_of(n_units, step.n_rows, n_threads)
+    first = take(workspace, phase, portion)
     while first < n_units:
-        n = min(portion, n_units - first)
-        row_bytes = n * UNIT_ROWS * FLOAT_BYTES
-        gate = scratch + workspace.scratch_linear
-        up = gate + step.n_rows * row_bytes
-        for which in range(2):
-            kind, weights, target = layer.gate_kind, layer.gate_at, gate
-            if which == 1:
-                kind, weights, target = layer.up_kind, layer.up_at, up
-            linear(kind, weights, n_blocks, first, n, normed, stride, step.n_rows, target, row_bytes, np.int64(0))
-        for row in range(step.n_rows):
-            target = workspace.gated_at + row * gated_stride
-            for unit in range(n):
-                offset = row * row_bytes + unit * UNIT_ROWS * FLOAT_BYTES
-                gated_quantise(gate + offset, up + offset, target, n_units, first + unit)
-        first = _take(workspace, phase, portion)
+        gated_units(
+            layer.gate_kind, layer.gate_at, layer.up_kind, layer.up_at,
+            n_blocks, first, min(portion, n_units - first), n_units,
+            normed, stride, step.n_rows, workspace.gated_at, scratch + workspace.scratch_linear,
+        )  # fmt: skip
+        first = take(workspace, phase, portion)
+
+
+@glue
+def _add_deepstack(model: Any, workspace: Any, step: Any, index: int, thread: int, n_threads: int) -> None:
+    """Add what the vision tower made for this layer to the rows of image tokens."""
+    row_bytes = model.hidden_size * FLOAT_BYTES
+    for row in range(thread, step.n_rows, n_threads):
+        features = load_int(step.deepstack_at + 8 * row)
+        if features != 0:
+            source = features + index * row_bytes
+            add_floats(workspace.hidden_at + row * row_bytes, source, model.hidden_size // QUANT_BLOCK)
 
 
 @glue
@@ -255,8 +267,8 @@ def _logits(model: Any, workspace: Any, step: Any, normed: int, phase: int, n_th
     n_blocks = model.hidden_size // QUANT_BLOCK
     stride = activation_stride(model.hidden_size)
     row_bytes = n_units * UNIT_ROWS * FLOAT_BYTES
-    portion = _portion(n_units, step.n_logit_rows, n_threads)
-    first = _take(workspace, phase, portion)
+    portion = portion_of(n_units, step.n_logit_rows, n_threads)
+    first = take(workspace, phase, portion)
     while first < n_units:
         n = min(portion, n_units - first)
         target = step.logits_at + first * UNIT_ROWS * FLOAT_BYTES
@@ -264,7 +276,7 @@ def _logits(model: Any, workspace: Any, step: Any, normed: int, phase: int, n_th
             model.head_kind, model.head_at, n_blocks, first, n,
             normed, stride, step.n_logit_rows, target, row_bytes, np.int64(0),
         )  # fmt: skip
-        first = _take(workspace, phase, portion)
+        first = take(workspace, phase, portion)
 
 
 @glue
@@ -287,14 +299,18 @@ def forward(models: Any, layers: Any, workspaces: Any, steps: Any, thread: int, 
         attended = workspace.attended_at
         _add_to_hidden(model, workspace, step, layer.o_kind, layer.o_at, attended, attended_size, phase + 2, n_threads)
         barrier(control, n_threads)
-        normed = _norm(model, workspace, 0, step.n_rows, layer.ffn_norm_at, scratch, thread, n_threads)
-        _gate_and_up(model, workspace, step, layer, normed, scratch, phase + 3, n_threads)
+        if layer.router_at != 0:
+            mixture(model, workspace, step, layer, scratch, phase + 3, thread, n_threads)
+        else:
+            normed = _norm(model, workspace, 0, step.n_rows, layer.ffn_norm_at, scratch, thread, n_threads)
+            _gate_and_up(model, workspace, step, layer, normed, scratch, phase + 3, n_threads)
+            barrier(control, n_threads)
+            gated, size = workspace.gated_at, model.ffn_size
+            _add_to_hidden(model, workspace, step, layer.down_kind, layer.down_at, gated, size, phase + 4, n_threads)
         barrier(control, n_threads)
-        gated = workspace.gated_at
-        _add_to_hidden(
-            model, workspace, step, layer.down_kind, layer.down_at, gated, model.ffn_size, phase + 4, n_threads
-        )
-        barrier(control, n_threads)
+        if index < step.n_deepstack:
+            _add_deepstack(model, workspace, step, index, thread, n_threads)
+            barrier(control, n_threads)
     if step.n_logit_rows > 0:
         rows_at = step.logit_rows_at
         normed = _norm(model, workspace, rows_at, step.n_logit_rows, model.output_norm_at, scratch, thread, n_threads)

@@ -101,6 +101,36 @@ def norm_quantise(_context: Any, x: Any, weight: Any, n_blocks: Any, epsilon: An
 
 
 @intrinsic
+def norm_floats(_context: Any, x: Any, weight: Any, n_blocks: Any, epsilon: Any, out: Any) -> Any:
+    return _emit(_NOTHING, [_INT, _INT, _INT, _FLOAT, _INT], vector_ir.build_norm)
+
+
+@intrinsic
+def dot_floats(_context: Any, x: Any, y: Any, n_blocks: Any) -> Any:
+    return _emit(_FLOAT, [_INT] * 3, vector_ir.build_dot)
+
+
+@intrinsic
+def exp_float(_context: Any, x: Any) -> Any:
+    return _emit(_FLOAT, [_FLOAT], vector_ir.exp)
+
+
+@intrinsic
+def add_floats(_context: Any, target: Any, source: Any, n_blocks: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 3, vector_ir.build_add)
+
+
+@intrinsic
+def add_scaled(_context: Any, target: Any, source: Any, factor: Any, n_blocks: Any) -> Any:
+    return _emit(_NOTHING, [_INT, _INT, _FLOAT, _INT], vector_ir.build_add_scaled)
+
+
+@intrinsic
+def copy_bytes(_context: Any, target: Any, source: Any, n_bytes: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 3, sync_ir.build_copy)
+
+
+@intrinsic
 def gated_quantise(_context: Any, gate: Any, up: Any, row: Any, n_blocks: Any, block: Any) -> Any:
     return _emit(_NOTHING, [_INT] * 5, vector_ir.build_gated_quantise)
 
@@ -134,6 +164,11 @@ def load_int(_context: Any, address: Any) -> Any:
 @intrinsic
 def load_int32(_context: Any, address: Any) -> Any:
     return _emit(_INT, [_INT], sync_ir.build_load_int32)
+
+
+@intrinsic
+def store_int32(_context: Any, address: Any, value: Any) -> Any:
+    return _emit(_NOTHING, [_INT, _INT], sync_ir.build_store_int32)
 
 
 @intrinsic

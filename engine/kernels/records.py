@@ -26,12 +26,20 @@ MODEL: Final = np.dtype(
         ("output_norm_at", np.int64),  # float32 [hidden]
         ("head_at", np.int64),  # packed weights [vocab, hidden]
         ("head_kind", np.int64),
-        ("rope_at", np.int64),  # float32 [context_length, 2, head_dim / 2]: cosines, sines
+        ("n_experts", np.int64),  # of sparse layers; 0 when there are none
+        ("n_active", np.int64),  # experts that a token goes through
+        ("expert_size", np.int64),  # elements inside an expert, whole units
+        ("normalise", np.int64),  # 1: the chosen experts' weights are divided by their sum
     ]
 )
 
 LAYER: Final = np.dtype(
     [("attention_norm_at", np.int64), ("ffn_norm_at", np.int64)]
+    # float32 [heads * head_dim] and [head_dim]; 0 where the model has none
+    + [(f"{name}_at", np.int64) for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")]
+    # In a sparse layer gate, up and down are the experts', one after the other, and router_at is float32 [experts,
+    # hidden]; in a dense one router_at is 0.
+    + [("router_at", np.int64)]
     + [
         (f"{tensor}_{field}", np.int64)
         for tensor in ("q", "k", "v", "o", "gate", "up", "down")
@@ -46,11 +54,21 @@ WORKSPACE: Final = np.dtype(
         ("normed_at", np.int64),  # activation rows [rows] of hidden elements
         ("attended_at", np.int64),  # activation rows [rows] of n_heads * head_dim elements
         ("gated_at", np.int64),  # activation rows [rows] of ffn elements
+        # Sparse layers; a place is one row at one of its experts, ordered by expert, then row.
+        ("chosen_at", np.int64),  # int32 [rows, active]: experts, best first
+        ("chosen_weights_at", np.int64),  # float32 [rows, active]
+        ("places_at", np.int64),  # int32 [rows, active]: place of each choice
+        ("expert_ends_at", np.int64),  # int32 [experts]: the place behind each expert's last
+        ("active_at", np.int64),  # int32 [1 + experts]: how many experts have rows, and which
+        ("gathered_at", np.int64),  # activation rows [places] of hidden elements
+        ("expert_gated_at", np.int64),  # activation rows [places] of expert elements
+        ("expert_out_at", np.int64),  # float32 [places, hidden]
         ("counters_at", np.int64),  # int64, one cache line each: how much of a phase is taken
         ("scratch_at", np.int64),  # one region per thread, ``scratch_stride`` bytes each; offsets in a region:
         ("scratch_stride", np.int64),
         ("scratch_linear", np.int64),  # float32: a linear layer's outputs on their way through one thread
         ("scratch_normed", np.int64),  # activation rows of hidden elements, when every thread norms for itself
+        ("scratch_row", np.int64),  # float32 [hidden + experts]: a row on its way through router or mixture
         ("scratch_tile_query", np.int64),  # float32 [tile rows, head_dim]
         ("scratch_tile_output", np.int64),  # float32 [tile rows, head_dim]
         ("scratch_tile_scores", np.int64),  # float32 [tile rows, 32]
@@ -67,6 +85,10 @@ STEP: Final = np.dtype(
         ("n_rows", np.int64),
         ("tokens_at", np.int64),  # int32 [n_rows]
         ("positions_at", np.int64),  # int32 [n_rows]
+        ("rope_rows_at", np.int64),  # int64 [n_rows]: address of the row's float32 [2, head_dim / 2], cosines and sines
+        ("given_rows_at", np.int64),  # int64 [n_rows]: address of float32 [hidden] instead of an embedding, or 0; or 0
+        ("n_deepstack", np.int64),  # after so many first layers something is added to some rows
+        ("deepstack_at", np.int64),  # int64 [n_rows]: address of float32 [n_deepstack, hidden], or 0
         ("block_tables_at", np.int64),  # int64 [n_rows]: address of the row's sequence's int32 block numbers
         ("n_tiles", np.int64),
         ("tile_starts_at", np.int64),  # int32 [n_tiles + 1]: rows of one sequence that attention takes together

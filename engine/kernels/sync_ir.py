@@ -1,4 +1,4 @@
-"""Loads, atomics and the processor's spin hint. Addresses are i64."""
+"""Loads, stores, atomics and the processor's spin hint. Addresses are i64."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ def build_load(builder: Builder, address: Value) -> Value:
 
 def build_load_int32(builder: Builder, address: Value) -> Value:
     return builder.sext(t.load(builder, t.I32, t.at(builder, address)), t.I64)
+
+
+def build_store_int32(builder: Builder, address: Value, value: Value) -> None:
+    t.store(builder, builder.trunc(value, t.I32), t.at(builder, address))
+
+
+def build_copy(builder: Builder, target: Value, source: Value, n_bytes: Value) -> None:
+    """Copy bytes between places that do not overlap."""
+    pointers = [t.at(builder, address) for address in (target, source)]
+    t.call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), *pointers, n_bytes, t.int_constant(0, t.I1))
 
 
 def build_load_byte(builder: Builder, address: Value) -> Value:

@@ -91,23 +91,51 @@ def quantise_block(builder: Builder, x: Value, row: Value, n_blocks: Value, bloc
     t.store(builder, builder.mul(total, t.int_constant(-128, t.I32)), t.at(builder, row, offsets))
 
 
+def _norm_factor(builder: Builder, x: Value, n_blocks: Value, epsilon: Value) -> Value:
+    """1 / sqrt(sum of squares / n + epsilon) of a float row, in every lane of a block.
+
+    The squares go into 32 running sums (element index modulo 32) that are folded in halves.
+    """
+    total = _dot(builder, x, x, n_blocks)
+    n_elements = builder.sitofp(t.scaled(builder, n_blocks, QUANT_BLOCK), t.F32)
+    root = t.square_root(builder, builder.fadd(builder.fdiv(total, n_elements), epsilon))
+    return t.splat(builder, builder.fdiv(t.constant(t.F32, 1.0), root), QUANT_BLOCK)
+
+
+def _dot(builder: Builder, x: Value, y: Value, n_blocks: Value) -> Value:
+    """Dot product of two float rows: 32 running sums by fma (element index modulo 32), folded in halves."""
+    sums = t.variable(builder, BLOCK_FLOATS, t.constant(BLOCK_FLOATS, 0.0), "sums")
+
+    def one_block(block: Value) -> None:
+        left, right = load_block(builder, x, block), load_block(builder, y, block)
+        builder.store(t.fma(builder, left, right, t.value_of(builder, sums)), sums)
+
+    t.counted_loop(builder, n_blocks, one_block, "dot")
+    return t.fold_halves(builder, t.value_of(builder, sums), t.add)
+
+
+def build_dot(builder: Builder, x: Value, y: Value, n_blocks: Value) -> Value:
+    """The float dot product that a router takes (docs/numerics.md, "Experts")."""
+    return _dot(builder, x, y, n_blocks)
+
+
+def build_norm(builder: Builder, x: Value, weight: Value, n_blocks: Value, epsilon: Value, out: Value) -> None:
+    """RMS norm of the float row at ``x`` times ``weight``, as floats at ``out`` (which may be ``x``)."""
+    factor = _norm_factor(builder, x, n_blocks, epsilon)
+
+    def scale(block: Value) -> None:
+        values = builder.fmul(load_block(builder, x, block), factor)
+        store_block(builder, builder.fmul(values, load_block(builder, weight, block)), out, block)
+
+    t.counted_loop(builder, n_blocks, scale, "scale")
+
+
 def build_norm_quantise(builder: Builder, x: Value, weight: Value, n_blocks: Value, epsilon: Value, row: Value) -> None:
     """RMS norm of the float row at ``x`` times ``weight``, quantised into the activation row at ``row``.
 
-    The squares go into 32 running sums (element index modulo 32) that are folded in halves;
     r = 1 / sqrt(sum / n + epsilon); element = (x * r) * weight.
     """
-    squares = t.variable(builder, BLOCK_FLOATS, t.constant(BLOCK_FLOATS, 0.0), "squares")
-
-    def add_squares(block: Value) -> None:
-        values = load_block(builder, x, block)
-        builder.store(t.fma(builder, values, values, t.value_of(builder, squares)), squares)
-
-    t.counted_loop(builder, n_blocks, add_squares, "squares")
-    total = t.fold_halves(builder, t.value_of(builder, squares), t.add)
-    n_elements = builder.sitofp(t.scaled(builder, n_blocks, QUANT_BLOCK), t.F32)
-    root = t.square_root(builder, builder.fadd(builder.fdiv(total, n_elements), epsilon))
-    factor = t.splat(builder, builder.fdiv(t.constant(t.F32, 1.0), root), QUANT_BLOCK)
+    factor = _norm_factor(builder, x, n_blocks, epsilon)
 
     def scale_and_quantise(block: Value) -> None:
         values = builder.fmul(load_block(builder, x, block), factor)
@@ -115,6 +143,27 @@ def build_norm_quantise(builder: Builder, x: Value, weight: Value, n_blocks: Val
         quantise_block(builder, values, row, n_blocks, block)
 
     t.counted_loop(builder, n_blocks, scale_and_quantise, "quantise")
+
+
+def build_add(builder: Builder, target: Value, source: Value, n_blocks: Value) -> None:
+    """target += source, float rows."""
+
+    def one_block(block: Value) -> None:
+        total = builder.fadd(load_block(builder, target, block), load_block(builder, source, block))
+        store_block(builder, total, target, block)
+
+    t.counted_loop(builder, n_blocks, one_block, "add")
+
+
+def build_add_scaled(builder: Builder, target: Value, source: Value, factor: Value, n_blocks: Value) -> None:
+    """target = fma(factor, source, target), float rows."""
+    factors = t.splat(builder, factor, QUANT_BLOCK)
+
+    def one_block(block: Value) -> None:
+        total = t.fma(builder, factors, load_block(builder, source, block), load_block(builder, target, block))
+        store_block(builder, total, target, block)
+
+    t.counted_loop(builder, n_blocks, one_block, "add")
 
 
 def build_gated_quantise(builder: Builder, gate: Value, up: Value, row: Value, n_blocks: Value, block: Value) -> None:

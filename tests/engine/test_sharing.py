@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from kvferry.engine.engine import Engine, EngineOptions
+from kvferry.engine.files.open_model import open_model
 from kvferry.engine.kv_cache import KvSequence
 from kvferry.engine.packing import pack_model
 from kvferry.engine.sampling import SamplingSettings
@@ -29,7 +30,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Real kernels, a small random model, 64 blocks."""
     file = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf", SHAPES["grouped by three"])
     block_bytes = 2 * 2 * 64 * BLOCK * 4
-    engine = Engine(pack_model(file, 512), EngineOptions(n_threads=1, kv_bytes=N_BLOCKS * block_bytes), "f" * 32)
+    engine = Engine(
+        pack_model(open_model(file.path), 512), EngineOptions(n_threads=1, kv_bytes=N_BLOCKS * block_bytes), "f" * 32
+    )
     assert engine.pool.n_blocks == N_BLOCKS
     yield engine
     engine.close()

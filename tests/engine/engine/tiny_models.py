@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from kvferry.engine.files.gguf_file import GgufFile, GgufTensor, open_gguf
 from kvferry.engine.kernels import definition
-from kvferry.engine.packing import half_split_rows
 from kvferry.engine.rope import rope_table
 
 
@@ -96,6 +95,13 @@ def integers(tensor: GgufTensor) -> tuple[NDArray, NDArray, NDArray | None]:
     q = np.concatenate([blocks[..., head:] & 15, blocks[..., head:] >> 4], axis=-1).reshape(tensor.shape)
     m = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0].astype(np.float32) if head == 4 else -8 * d
     return q, d, m
+
+
+def half_split_rows(n_rows: int, head_dim: int) -> NDArray[np.int64]:
+    """Source row of each row, from heads of rope pairs (2i, 2i + 1) to heads of pairs (i, i + head_dim / 2)."""
+    in_head = np.arange(head_dim).reshape(head_dim // 2, 2).T.reshape(-1)
+    heads = np.arange(0, n_rows, head_dim)
+    return (heads[:, None] + in_head[None, :]).reshape(-1)
 
 
 def defined_forward(file: GgufFile, token_ids: NDArray[np.int32]) -> tuple[NDArray, NDArray, NDArray]:

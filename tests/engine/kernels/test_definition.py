@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType, quants
 from numba import njit
 from numpy.typing import NDArray
 
-from kvferry.engine.files.gguf_file import GgufTensor
+from kvferry.engine.files.tensors import StoredRows
 from kvferry.engine.kernels import definition
 from kvferry.engine.kernels import intrinsics as kernels
 from kvferry.engine.kernels.layout import (
@@ -19,7 +19,7 @@ from kvferry.engine.kernels.layout import (
     weight_block_bytes,
 )
 from kvferry.engine.kernels.linear import GROUP_ROWS, UNIT_ROWS, linear, unpack_row
-from kvferry.engine.packing import aligned_empty, half_split_rows, pack_tensor
+from kvferry.engine.packing import aligned_empty, pack_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerformanceWarning")
 KINDS = {"q4_1": WEIGHTS_Q4, "q4_0": WEIGHTS_Q4, "q8_0": WEIGHTS_Q8}
@@ -98,26 +98,26 @@ def quantised(x: NDArray[np.float32]) -> ActivationRows:
     return rows
 
 
-def weights(kind: str, n_rows: int, n_cols: int, seed: int = 1) -> tuple[GgufTensor, NDArray, NDArray, NDArray | None]:
+def weights(kind: str, n_rows: int, n_cols: int, seed: int = 1) -> tuple[StoredRows, NDArray, NDArray, NDArray | None]:
     """A random tensor with its integers, scales and minima."""
     x = np.random.default_rng(seed).standard_normal((n_rows, n_cols)).astype(np.float32)
     data = quants.quantize(x, GGMLQuantizationType[kind.upper()]).view(np.uint8).reshape(n_rows, -1)
     blocks = data.reshape(n_rows, n_cols // 32, -1)
     d = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
     if kind == "q8_0":
-        return GgufTensor("w", (n_rows, n_cols), kind, data), blocks[..., 2:].view(np.int8).reshape(n_rows, -1), d, None
+        return StoredRows((n_rows, n_cols), kind, data), blocks[..., 2:].view(np.int8).reshape(n_rows, -1), d, None
     head = 4 if kind == "q4_1" else 2
     q = np.concatenate([blocks[..., head:] & 15, blocks[..., head:] >> 4], axis=-1).reshape(n_rows, -1)
     m = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0].astype(np.float32) if head == 4 else -8 * d
-    return GgufTensor("w", (n_rows, n_cols), kind, data), q, d, m
+    return StoredRows((n_rows, n_cols), kind, data), q, d, m
 
 
-def packed(tensor: GgufTensor) -> NDArray[np.uint8]:
+def packed(tensor: StoredRows) -> NDArray[np.uint8]:
     n_rows, n_cols = tensor.shape
     n_groups = -(-n_rows // UNIT_ROWS) * UNIT_ROWS // GROUP_ROWS
     shape = (n_groups, n_cols // 32, weight_block_bytes(KINDS[tensor.kind], GROUP_ROWS))
     out = aligned_empty(int(np.prod(shape))).reshape(shape)
-    pack_tensor(tensor, np.arange(n_rows), out)
+    pack_tensor(tensor, out, KINDS[tensor.kind], as_stored=True)
     return out
 
 
@@ -142,7 +142,7 @@ def test_extreme_integers_stay_exact() -> None:
     data = np.zeros((32, n // 32, 34), np.uint8)
     data[..., :2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
     data[..., 2:] = np.int8(-128).view(np.uint8)
-    tensor = GgufTensor("w", (32, n), "q8_0", data.reshape(32, -1))
+    tensor = StoredRows((32, n), "q8_0", data.reshape(32, -1))
     x = np.full((1, n), 127, np.float32)
     rows, w, y = quantised(x), packed(tensor), np.empty((1, 32), np.float32)
     linear(WEIGHTS_Q8, address(w), 2, 0, 1, rows.row(0), rows.stride, 1, address(y), 128, 0)
@@ -231,7 +231,3 @@ def test_the_definitions_fma_rounds_once() -> None:
     exact = 1 + 2**-11 + 2**-24
     assert definition.fma(a, b, np.float32(2**-80)) == np.float32(np.nextafter(np.float64(exact), 2))
     assert definition.fma(a, b, np.float32(-(2**-80))) == np.float32(np.nextafter(np.float64(exact), 0))
-
-
-def test_rope_pairs_of_a_file_become_half_split() -> None:
-    assert half_split_rows(8, 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
