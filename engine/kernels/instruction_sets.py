@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvferry.engine.kernels import ir_tools as t
+from kvferry.engine.kernels.cpu_features import ARM_MACHINES, host_features
 from kvferry.engine.kernels.ir_tools import Builder, Type, Value
 from kvferry.engine.kernels.layout import WEIGHTS_Q4, WEIGHTS_Q8
 
@@ -198,19 +199,16 @@ def choose_instruction_set(machine: str, features: set[str]) -> str:
         if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"} <= features:
             return "avx512vnni"
         return "avxvnni" if "avxvnni" in features else "avx2"
-    if machine in {"aarch64", "arm64"} and "dotprod" in features:
+    if machine in ARM_MACHINES and "dotprod" in features:
         return "neon-dotprod"
     return "generic"
 
 
 def host_instruction_set() -> InstructionSet:
     """The path for this machine, or the one that the environment variable KVFERRY_KERNEL_PATH names."""
-    from llvmlite import binding
-
     asked = os.environ.get(KERNEL_PATH_VARIABLE)
     if asked is None:
-        features = {name for name, present in binding.get_host_cpu_features().items() if present}
-        asked = choose_instruction_set(platform.machine(), features)
+        asked = choose_instruction_set(platform.machine(), host_features())
     if asked not in INSTRUCTION_SETS:
         known = ", ".join(INSTRUCTION_SETS)
         raise ValueError(f"{KERNEL_PATH_VARIABLE}={asked!r} names no kernel path; use one of {known}")

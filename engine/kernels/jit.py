@@ -8,6 +8,9 @@ from typing import Any
 import numba
 
 from kvferry.engine.kernels.compile_cache import numba_caching_here
+from kvferry.engine.kernels.cpu_features import tell_compiler
+
+tell_compiler()
 
 
 def kernel(function: Callable[..., Any]) -> Any:

@@ -1,0 +1,74 @@
+"""Prints what the engine computes on this machine, as JSON: `python tests/arm64/digests.py MODEL.gguf`.
+
+The same program runs on x86-64 and, emulated, on AArch64; the digests must be equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.engine.engine import Chunk, Engine, EngineOptions
+from kvferry.engine.files.gguf_file import open_gguf
+from kvferry.engine.kernels.compile_cache import compile_cache
+from kvferry.engine.packing import pack_model
+from kvferry.engine.sampling import SamplingSettings, sample
+
+N_TOKENS = 75
+# Tiles of every height, decodes, and attention over three blocks.
+CHUNKS = ((75,), (40, 1, 3, 31))
+SAMPLINGS = (
+    SamplingSettings(),
+    SamplingSettings(temperature=0.8, seed=7, logprobs=True, top_logprobs=3),
+    SamplingSettings(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, seed=2**63 + 5),
+)
+
+
+def sha256(*arrays: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def computed(engine: Engine, tokens: np.ndarray, sizes: tuple[int, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Logits of all tokens and the K and V rows of all layers."""
+    sequence = engine.new_sequence()
+    parts = np.split(tokens, np.cumsum(sizes)[:-1])
+    logits = np.concatenate([engine.forward([Chunk(sequence, part, "all")])[0] for part in parts])
+    rows = []
+    for layer in range(engine.geometry.n_layers):
+        k = np.empty((sequence.n_rows, engine.geometry.kv_dim), np.float32)
+        v = np.empty_like(k)
+        sequence.read_rows(layer, 0, sequence.n_rows, k, v)
+        rows += [k, v]
+    sequence.release()
+    return logits, rows
+
+
+def main(path: Path) -> None:
+    tokens = (np.arange(N_TOKENS, dtype=np.int32) * 37 + 11) % 64
+    file = open_gguf(path)
+    found: dict[str, object] = {"machine": platform.machine()}
+    for n_threads, sizes in ((1, CHUNKS[0]), (2, CHUNKS[1])):
+        packed = pack_model(file, file.config.context_length)
+        engine = Engine(packed, EngineOptions(n_threads=n_threads, kv_bytes=1 << 22), "0" * 32)
+        found["kernel_path"] = engine.kernel_path
+        logits, rows = computed(engine, tokens, sizes)
+        engine.close()
+        found[f"logits, {n_threads} thread(s)"] = sha256(logits)
+        found[f"rows, {n_threads} thread(s)"] = sha256(*rows)
+    for i, settings in enumerate(SAMPLINGS):
+        drawn = [sample(row, tokens[:position], settings, position) for position, row in enumerate(logits)]
+        found[f"sampling {i}"] = hashlib.sha256(repr(drawn).encode()).hexdigest()
+    compile_cache().publish()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
