@@ -36,9 +36,15 @@ def _lines(status: worker_pb2.GetNodeStatusResponse) -> list[tuple[str, str]]:
         ("K/V memory", f"{load.kv_bytes_used / 2**20:.0f} of {load.kv_bytes_budget / 2**20:.0f} MiB"),
         ("sessions", ", ".join(f"{s.session_id} ({s.n_tokens} rows)" for s in status.resident) or "none"),
         ("speed", f"prefill {load.prefill_tokens_per_second:.0f}, decode {load.decode_tokens_per_second:.1f} tokens/s"),
+        ("event loop", _lag(status.process)),
         ("store", "ok" if load.store_ok else load.store_error),
         (
             "snapshots",
             f"{load.snapshots_published} published, {load.snapshots_failed} failed, {load.snapshots_refused} refused",
         ),
     ]
+
+
+def _lag(process: worker_pb2.ProcessHealth) -> str:
+    seconds = (process.loop_lag_p50_seconds, process.loop_lag_p99_seconds, process.loop_lag_max_seconds)
+    return "late by {:.1f} ms (p50), {:.1f} ms (p99), {:.1f} ms (most)".format(*(1000 * value for value in seconds))

@@ -1,7 +1,7 @@
 """What the engine thread does with turns: finds their rows, runs them, and lets go of them.
 
 `NodeCore` owns the scheduler, the resident sessions and all sequences; only the engine thread calls it. It never waits:
-what takes long is asked of the I/O thread and comes back as a message. Time is read from the clock it is given.
+what takes long is asked of the I/O threads and comes back as a message. Time is read from the clock it is given.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class NodeCore:
     def abandon_late_restores(self) -> None:
         """Compute the rows of those who waited too long for the store."""
         now = self._clock()
-        stalled = self._io is not None and self._io.stalled()
+        stalled = self._io is not None and self._io.reads_stalled()
         for run in list(self._runs.values()):
             if run.restore is not None and (
                 stalled or now > run.restore_asked_at + self._limits.restore_deadline_seconds

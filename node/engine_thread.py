@@ -34,7 +34,7 @@ from kvferry.node.turns import Event, Turn
 log = logging.getLogger(__name__)
 
 MAX_COMMANDS: Final = 8192
-"""A turn brings two, an answer of the I/O thread one; turns, calls and requests to that thread are bounded before."""
+"""A turn brings two, an answer of an I/O thread one; turns, calls and requests to those threads are bounded before."""
 
 STUCK_WAIT_SECONDS: Final = 0.02
 """All jobs wait for memory that a publish holds: look again so often, or as soon as a command comes."""

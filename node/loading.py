@@ -20,7 +20,7 @@ from kvferry.node.config import NodeConfig
 from kvferry.node.core import NodeCore
 from kvferry.node.engine_thread import EngineThread
 from kvferry.node.errors import StoreMisconfigured
-from kvferry.node.io_thread import IoThread
+from kvferry.node.io_threads import IoThreads
 from kvferry.node.ports import CoreLimits
 from kvferry.node.state import Identity, Serving
 from kvferry.proto.v1 import common_pb2
@@ -45,7 +45,7 @@ def load_serving(
     threads: list[EngineThread] = []
     io = None
     if config.store is not None:
-        io = IoThread(
+        io = IoThreads(
             open_store=partial(open_store, config, engine),
             new_sequence=engine.new_sequence,
             deliver=lambda done: threads[0].send(done),  # noqa: PLW0108 - the thread is made below
@@ -73,7 +73,7 @@ def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
     )
 
 
-def _start(io: IoThread) -> None:
+def _start(io: IoThreads) -> None:
     try:
         io.start()
     except StoreError as error:  # a person has to act; what passes by itself is served without
@@ -93,7 +93,7 @@ def _warm_up(engine: Engine) -> None:
 def _make_engine_thread(
     config: NodeConfig,
     engine: Engine,
-    io: IoThread | None,
+    io: IoThreads | None,
     loop: asyncio.AbstractEventLoop,
     on_fatal: Callable[[], None],
 ) -> EngineThread:

@@ -117,7 +117,7 @@ class RowMemory:
             return "free"
         if self._io is None or not self.publisher.n_asked:
             return "never"
-        if self._io.stalled():  # rows that wait to be saved would wait for ever
+        if self._io.writes_stalled():  # rows that wait to be saved would wait for ever
             return "later" if self.publisher.drop_waiting() else "never"
         return "later"
 

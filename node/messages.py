@@ -1,7 +1,7 @@
-"""What the three threads of a node say to each other. All frozen; whoever receives a sequence owns it from then on.
+"""What the threads of a node say to each other. All frozen; whoever receives a sequence owns it from then on.
 
-event loop -> engine thread: BeginTurn ... Shutdown. engine thread -> I/O thread: RestoreRequest, PublishRequest.
-I/O thread -> engine thread: RestoreDone, PublishDone. engine thread -> event loop: turn events and replies.
+event loop -> engine thread: BeginTurn ... Shutdown. engine thread -> I/O threads: RestoreRequest, PublishRequest.
+I/O threads -> engine thread: RestoreDone, PublishDone. engine thread -> event loop: turn events and replies.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from kvferry.node.messages import PublishRequest, RestoreRequest
 
 
 class IoPort(Protocol):
-    """What the engine thread needs of the I/O thread; nothing here waits."""
+    """What the engine thread needs of the I/O threads; nothing here waits."""
 
     def submit(self, request: RestoreRequest | PublishRequest) -> PublishRequest | None:
         """Queue; returns a request that will not be answered."""
@@ -17,8 +17,11 @@ class IoPort(Protocol):
     def drop_waiting(self) -> list[PublishRequest]:
         """Take back publishes that have not begun."""
 
-    def stalled(self) -> bool:
-        """Whether the store hangs."""
+    def reads_stalled(self) -> bool:
+        """Whether the store hangs in a restore."""
+
+    def writes_stalled(self) -> bool:
+        """Whether the store hangs in a publish."""
 
     def readable(self) -> bool:
         """Whether a restore makes sense now."""

@@ -60,6 +60,7 @@ class Node:
         self._engine_failed = False
         self._membership: Membership | None = None
         self._membership_task: asyncio.Task[None] | None = None
+        self._lag_task: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[DrainCount] | None = None
 
     async def serve(self) -> int:
@@ -134,6 +135,7 @@ class Node:
     async def _open_for_work(self, serving: Serving, address: str) -> None:
         self._state.serving = serving
         serving.engine.start()
+        self._lag_task = asyncio.create_task(self._state.loop_lag.run())
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         if self._config.coordinator is not None:
             self._membership = Membership(self._state, address)
@@ -161,8 +163,9 @@ class Node:
     async def _close(self) -> None:
         """End the server and the threads; a thread that hangs is left behind, and the process ends without it."""
         serving = self._state.serving
-        if self._membership_task is not None:
-            self._membership_task.cancel()
+        for task in (self._membership_task, self._lag_task):
+            if task is not None:
+                task.cancel()
         if serving is not None:
             serving.engine.send(Shutdown(Draining("this node ends; the turn goes on elsewhere")))
         await self._server.stop(GRACE_SECONDS)

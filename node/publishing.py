@@ -1,4 +1,4 @@
-"""Having rows published: forks go to the I/O thread, answers come back. Used by the engine thread only; never waits.
+"""Having rows published: forks go to an I/O thread, answers come back. Used by the engine thread only; never waits.
 
 A fork shares the blocks of the sequence it was made from, so the next turn may run while the rows are written.
 """

@@ -31,6 +31,7 @@ from kvferry.node.wire import (
     parse_sampling,
     parse_tokens,
     prefix_message,
+    process_message,
     resident_messages,
     run_messages,
     snapshot_message,
@@ -211,6 +212,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             resident=resident_messages(serving.engine.view),
             uptime_seconds=now - self._state.started_at,
             context_length=identity.context_length,
+            process=process_message(self._state.loop_lag.summary(), len(asyncio.all_tasks()), self._state.n_turns),
         )
 
 

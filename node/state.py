@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -12,7 +13,8 @@ from kvferry.node.config import NodeConfig
 from kvferry.node.engine_thread import EngineThread
 from kvferry.node.errors import QueueFull, SessionBusy, Starting
 from kvferry.node.fencing import Fence
-from kvferry.node.io_thread import IoThread
+from kvferry.node.io_threads import IoThreads
+from kvferry.node.loop_lag import LoopLag
 from kvferry.node.turns import Turn
 from kvferry.node.wire import load_message
 from kvferry.proto.v1 import common_pb2, worker_pb2
@@ -40,7 +42,7 @@ class Serving:
 
     identity: Identity
     engine: EngineThread
-    io: IoThread | None
+    io: IoThreads | None
     close_engine: Callable[[], None]
 
     def store_error(self) -> str:
@@ -61,6 +63,7 @@ class NodeState:
     fence: Fence = field(default_factory=Fence)
     serving: Serving | None = None
     drained: asyncio.Event = field(default_factory=asyncio.Event)
+    loop_lag: LoopLag = field(default_factory=lambda: LoopLag(time.monotonic))
     _turns: dict[int, Turn] = field(default_factory=dict)  # by run id
     _run_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 

@@ -12,6 +12,7 @@ from kvferry.engine.errors import ContextExceeded
 from kvferry.engine.sampling_settings import SamplingSettings
 from kvferry.node.errors import InvalidRequest
 from kvferry.node.load import NodeView, Totals
+from kvferry.node.loop_lag import LagSummary
 from kvferry.node.messages import Published
 from kvferry.node.turns import Finished, Prefix, Token
 from kvferry.proto.v1 import common_pb2, worker_pb2
@@ -130,6 +131,18 @@ def snapshot_message(published: Published, fingerprint: str) -> worker_pb2.Snaps
 def resident_messages(view: NodeView) -> list[worker_pb2.ResidentSession]:
     """As they travel."""
     return [worker_pb2.ResidentSession(session_id=name, n_tokens=n_rows) for name, n_rows in view.resident]
+
+
+def process_message(lag: LagSummary, n_tasks: int, n_open_turns: int) -> worker_pb2.ProcessHealth:
+    """How the process fares, as it travels."""
+    return worker_pb2.ProcessHealth(
+        loop_lag_p50_seconds=lag.p50,
+        loop_lag_p99_seconds=lag.p99,
+        loop_lag_max_seconds=lag.largest,
+        n_loop_lag_samples=lag.n_samples,
+        n_tasks=n_tasks,
+        n_open_turns=n_open_turns,
+    )
 
 
 def load_message(view: NodeView, totals: Totals, store_error: str, now: float) -> worker_pb2.NodeLoad:

@@ -1,0 +1,286 @@
+"""The two threads that touch the store, which may hang at any call: nobody ever waits for them without a deadline.
+
+One reads and one writes, so that a turn that waits for its rows never waits for somebody's save. A publish that still
+waits is replaced by a newer one of the same session.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.engine.errors import OutOfKvMemory
+from kvferry.engine.kv_cache import KvSequence
+from kvferry.node.errors import StoreDown
+from kvferry.node.io_lane import IoLane
+from kvferry.node.messages import PublishDone, Published, PublishRequest, RestoreDone, RestoreRequest
+from kvferry.node.refusals import refused_prefixes
+from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError, StoreFull, StoreUnavailable
+from kvferry.store.snapshot_store import Match, SnapshotStore
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING: Final = 1024
+"""Requests that may wait. Their rows are forks, which share the pool's blocks, so the pool bounds their memory."""
+
+MAX_TRIES: Final = 4
+"""Snapshots that one restore may find damaged or gone before the rows are computed: each costs reading a file."""
+
+MAX_REFUSALS: Final = 8
+"""Refused snapshots that one turn reports."""
+
+NOT_OPEN: Final = "the store is not open yet"
+
+
+class RestoreAbandoned(Exception):
+    """Raised into a restore that nobody waits for any more."""
+
+
+class _Staging:
+    """RowSink into a sequence, which counts nothing before commit; RowSource that shows progress."""
+
+    def __init__(self, sequence: KvSequence, tell: Callable[[], None], request: RestoreRequest | None = None) -> None:
+        self._sequence = sequence
+        self._tell = tell
+        self._request = request
+
+    def write_rows(self, layer: int, start: int, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
+        """Stage rows start.. of a layer, float32 [n, kv_dim]."""
+        if self._request is not None and self._request.abandoned:
+            raise RestoreAbandoned
+        self._sequence.write_rows(layer, start, k, v)
+        self._tell()
+
+    def read_rows(
+        self, layer: int, start: int, stop: int, k_out: NDArray[np.float32], v_out: NDArray[np.float32]
+    ) -> None:
+        """Copy rows start..stop-1 of a layer out, float32 [stop - start, kv_dim]."""
+        self._sequence.read_rows(layer, start, stop, k_out, v_out)
+        self._tell()
+
+
+class IoThreads:
+    """Own the store. All public methods may be used by any thread; answers go to `deliver`, called on the thread that
+    did the work."""
+
+    def __init__(
+        self,
+        *,
+        open_store: Callable[[], SnapshotStore],
+        new_sequence: Callable[[], KvSequence],
+        deliver: Callable[[RestoreDone | PublishDone], None],
+        stall_seconds: float,
+    ) -> None:
+        self._open_store = open_store
+        self._new_sequence = new_sequence
+        self._deliver = deliver
+        self._stall_seconds = stall_seconds
+        self._store: SnapshotStore | None = None
+        self._fatal: StoreError | None = None
+        self._read_error = NOT_OPEN
+        self._write_error = NOT_OPEN
+        self._is_full = False  # what only a save that fits can disprove
+        self._reads: IoLane[RestoreRequest] = IoLane(
+            "kvferry-io-read",
+            open_first=self._probe_reads,
+            serve=lambda request: deliver(self._restore(request)),
+            probe=self._probe_reads,
+            stall_seconds=stall_seconds,
+        )
+        self._writes: IoLane[PublishRequest] = IoLane(
+            "kvferry-io-write",
+            open_first=self._probe_writes,
+            serve=lambda request: deliver(self._publish(request)),
+            probe=self._probe_writes,
+            stall_seconds=stall_seconds,
+        )
+
+    def start(self) -> None:
+        """Open the store; returns when that is done or takes too long. Raises StoreError when a person has to act."""
+        self._store = self._open_store()  # does no I/O yet
+        deadline = time.monotonic() + self._stall_seconds
+        for lane in (self._writes, self._reads):
+            lane.start()
+        for lane in (self._writes, self._reads):
+            lane.opened.wait(max(deadline - time.monotonic(), 0.0))
+        if self._fatal is not None:
+            self.close(0.0)
+            raise self._fatal
+
+    def close(self, timeout: float) -> bool:
+        """Let the running requests end; False when they did not within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        lanes = (self._reads, self._writes)
+        for lane in lanes:
+            lane.end()
+        ended = [lane.join(max(deadline - time.monotonic(), 0.0)) for lane in lanes]
+        return all(ended)
+
+    def submit(self, request: RestoreRequest | PublishRequest) -> PublishRequest | None:
+        """Queue a request; returns one that will not be answered: a replaced older one, or this when the queue is
+        full."""
+        if isinstance(request, RestoreRequest):
+            self._reads.submit(request)
+            return None
+        waiting = self._writes.waiting
+        with self._writes.lock:
+            older = next((r for r in waiting if r.session_id == request.session_id), None)
+            if older is None and len(waiting) >= MAX_WAITING:
+                return request
+            if older is not None:
+                waiting.remove(older)
+            self._writes.submit(request)
+            return older
+
+    def drop_waiting(self) -> list[PublishRequest]:
+        """Take back all publishes that have not begun."""
+        with self._writes.lock:
+            dropped = list(self._writes.waiting)
+            self._writes.waiting.clear()
+            return dropped
+
+    def reads_stalled(self) -> bool:
+        """Whether the running restore has shown no progress for too long."""
+        return self._reads.stalled_on() is not None
+
+    def writes_stalled(self) -> bool:
+        """Whether the running publish has shown no progress for too long."""
+        return self._writes.stalled_on() is not None
+
+    def error(self) -> str:
+        """What is wrong with the store, a sentence; empty when nothing is."""
+        stalled = self._reads.stalled_on() or self._writes.stalled_on()
+        if stalled is not None:
+            what, seconds = stalled
+            return f"the store has not answered for {seconds:.0f} s ({what}); check its disk or mount"
+        return self._read_error or self._write_error
+
+    def readable(self) -> bool:
+        """Whether asking for a restore makes sense now."""
+        return not self._read_error and not self.reads_stalled()
+
+    # Opening, and looking whether a failed store is back: each thread for its own side.
+
+    def _probe_writes(self) -> None:
+        """See whether the store can be written to."""
+        if self._store is None or not (self._write_error or self._read_error):
+            return
+        with self._writes.working("looking whether it can be written to"):
+            try:
+                self._store.reap()  # writes, and makes the directory again should it be gone
+                self._store.refresh()
+                self._write_error = self._write_error if self._is_full else ""
+            except StoreError as error:
+                self._write_error = str(error)
+                self._cannot_open(error)
+
+    def _probe_reads(self) -> None:
+        """See whether the store can be read."""
+        if self._store is None or not self._read_error:
+            return
+        with self._reads.working("looking whether it can be read"):
+            try:
+                self._store.refresh()
+                self._read_error = ""
+            except StoreError as error:
+                self._read_error = str(error)
+                self._cannot_open(error)
+
+    def _cannot_open(self, error: StoreError) -> None:
+        """Before the node serves, what a person has to act on stops the start; all else is served without."""
+        is_open = self._writes.opened.is_set() and self._reads.opened.is_set()
+        if not is_open and error.recovery in {"page_operator", "refuse"}:
+            self._fatal = error
+        elif not is_open:
+            log.warning("serving without the store: %s", error)
+
+    # Restores.
+
+    def _restore(self, request: RestoreRequest) -> RestoreDone:
+        """Read the longest prefix that is there and whole. Whatever fails, the rows can be computed."""
+        refused: list[str] = []
+        done = RestoreDone(request=request)
+        with self._reads.working("restoring a session") as began_at:
+            try:
+                if self._store is not None and not request.abandoned:
+                    refused += self._look_again(self._store, request)
+                    done = self._restore_best(self._store, request, refused, began_at)
+                    self._read_error = ""
+            except (RestoreAbandoned, OutOfKvMemory) as error:
+                log.warning("a restore was given up: %s", error)
+            except StoreError as error:
+                log.warning("rows are recomputed: %s", error)
+                if isinstance(error, StoreUnavailable):
+                    self._read_error = str(error)
+            except Exception:  # a bug in reading a file must not cost the answer
+                log.exception("a restore failed for an unforeseen reason; rows are recomputed")
+        return dataclasses.replace(done, refused=tuple(dict.fromkeys(refused)))
+
+    def _look_again(self, store: SnapshotStore, request: RestoreRequest) -> list[str]:
+        """Take in what other nodes published; returns what was refused of that, and what this request misses
+        thereby."""
+        report = store.refresh()
+        self._reads.tell()
+        refused = store.refused()
+        news = [f"{name}: {refused[name]}" for name in report.refused[:MAX_REFUSALS] if name in refused]
+        return news + refused_prefixes(request.token_ids, refused)[-MAX_REFUSALS:]
+
+    def _restore_best(
+        self, store: SnapshotStore, request: RestoreRequest, refused: list[str], started_at: float
+    ) -> RestoreDone:
+        for _ in range(MAX_TRIES):
+            match = store.find(request.token_ids, min_tokens=request.n_rows_at_least)
+            if match is None or request.abandoned:
+                break
+            try:
+                return self._read(store, match, request, started_at)
+            except SnapshotRejected as error:
+                log.warning("rows are recomputed: %s", error)
+                refused.append(f"{match.name}: {error.reason}")
+            except SnapshotGone:
+                log.info("snapshot %s went away before it was read", match.name)
+        return RestoreDone(request=request)
+
+    def _read(self, store: SnapshotStore, match: Match, request: RestoreRequest, started_at: float) -> RestoreDone:
+        n_rows = min(match.n_common, request.n_rows_at_most)
+        sequence = self._new_sequence()
+        try:
+            store.restore(match, n_rows, _Staging(sequence, self._reads.tell, request))
+            sequence.commit(n_rows)
+        except BaseException:
+            sequence.release()
+            raise
+        geometry = store.geometry
+        return RestoreDone(
+            request=request,
+            sequence=sequence,
+            snapshot=match.name,
+            n_bytes=n_rows * geometry.n_layers * geometry.kv_dim * 8,
+            seconds=time.monotonic() - started_at,
+        )
+
+    # Publishing.
+
+    def _publish(self, request: PublishRequest) -> PublishDone:
+        if self._store is None:
+            return PublishDone(request=request, error=StoreDown(self._write_error))
+        with self._writes.working("publishing a session") as began_at:
+            try:
+                info = self._store.publish(request.token_ids, _Staging(request.sequence, self._writes.tell))
+            except StoreError as error:
+                if isinstance(error, StoreUnavailable | StoreFull):  # else only this snapshot is not wanted
+                    self._write_error, self._is_full = str(error), isinstance(error, StoreFull)
+                log.warning("session %s was not saved: %s", request.session_id, error)
+                return PublishDone(request=request, error=error)
+            except Exception as error:  # a bug in writing a file must not cost the session
+                log.exception("session %s was not saved for an unforeseen reason", request.session_id)
+                return PublishDone(request=request, error=error)
+        self._write_error = ""
+        published = Published(info.name, info.n_tokens, info.n_bytes, time.monotonic() - began_at)
+        return PublishDone(request=request, published=published, already_there=info.already_there)
