@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine clean
+.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine bench-store bench-resume clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,11 +61,18 @@ format: $(VENV)/.dev ## format and fix what can be fixed
 proto: $(VENV)/.dev ## generate the stubs anew
 	$(BIN)/python -m kvferry.proto.generate
 
-bench: bench-engine ## every benchmark: ratios against a peer in the same run
+bench: bench-engine bench-store bench-resume ## every benchmark: ratios against a peer in the same run
 
 bench-engine: $(VENV)/.runtime $(VENV)/.bench ## prefill and decode beside llama.cpp
 	$(BIN)/kvferry models fetch smollm2-135m
 	$(BIN)/python -m kvferry.bench.engine
+
+bench-store: $(VENV)/.runtime ## saving and restoring beside dd, what verification costs
+	$(BIN)/python -m kvferry.bench.store
+
+bench-resume: $(VENV)/.runtime ## the first token of a session on another node, restored or computed again
+	$(BIN)/kvferry models fetch smollm2-135m
+	$(BIN)/python -m kvferry.bench.resume
 
 clean: ## remove what set-up made in this folder
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

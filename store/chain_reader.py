@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,10 @@ from kvferry.store.segment_file import BlockDamagedError, SegmentFile, Terms, op
 
 # Rows copied on their way to a sink without tiles; the reader's scratch has as much again.
 RUN_BYTES: Final = 2 << 20
+# Layers that the disk is told of before they are asked for: one for each thread, and one to be busy with.
+LAYERS_AHEAD: Final = 3
+# Below this a thread costs more than it saves.
+PARALLEL_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,33 @@ class Part:
     stop: int
 
 
+class _Work:
+    """Layers to restore, and what is known of the damage. Threads take layers by iterating."""
+
+    def __init__(self, n_rows: int, n_layers: int) -> None:
+        self.n_good = n_rows
+        self.damages: list[BlockDamagedError] = []
+        self.failure: BaseException | None = None
+        self.stop = False
+        self._lock = threading.Lock()
+        self._layers = iter(range(n_layers))
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        with self._lock:
+            if self.stop or not self.n_good:
+                raise StopIteration
+            return next(self._layers)
+
+    def found(self, damage: BlockDamagedError) -> None:
+        """Rows from there on are lost."""
+        with self._lock:
+            self.damages.append(damage)
+            self.n_good = min(self.n_good, damage.position)
+
+
 class ChainReader:
     """Open segments, one after the other; a PlaneSource of the whole chain. Use from one thread."""
 
@@ -39,10 +72,13 @@ class ChainReader:
         self.kind = kind
         block_bytes = geometry.block_size * row_bytes(kind, geometry)
         self._rows_per_run = max(1, RUN_BYTES // block_bytes) * geometry.block_size
-        self._scratch = memoryview(bytearray(max(1, RUN_BYTES // block_bytes) * block_bytes))
+        self._scratch_bytes = max(1, RUN_BYTES // block_bytes) * block_bytes
+        self._scratch: memoryview | None = None
 
     def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
         """Copies rows out. Raises BlockDamagedError, SnapshotRejected, SnapshotGone, StoreUnavailable."""
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(self._scratch_bytes))
         for part in self.parts:
             a, b = max(start, part.start), min(stop, part.stop)
             if a < b:
@@ -51,25 +87,60 @@ class ChainReader:
     def restore(self, n_rows: int, sink: PlaneSink, tiles: TileMemory | None) -> tuple[int, list[BlockDamagedError]]:
         """Hands rows to the sink, layer by layer; returns how many are good in every layer, and what was damaged.
 
-        After damage the restore goes on with the rows before it. Raises as ``read_planes`` but for the damage.
+        After damage the restore goes on with the rows before it. With tiles, two threads read: one verifies and copies
+        while the other waits for the disk; the sink is then called from both, for different layers. Raises as
+        ``read_planes`` but for the damage.
         """
-        n_good = n_rows
-        damages: list[BlockDamagedError] = []
+        work = _Work(n_rows, self.geometry.n_layers)
+        self._restore_layers(work, sink, tiles, most=1)  # alone, so that the sink has all its memory when two come
+        n_bytes = n_rows * self.geometry.n_layers * row_bytes(self.kind, self.geometry)
+        helper = None
+        if tiles is not None and n_bytes >= PARALLEL_BYTES:
+            helper = threading.Thread(
+                target=self._help, args=(work, sink, tiles), name="kvferry-restore", daemon=True
+            )  # a daemon, for the disk may hang
+            helper.start()
+        try:
+            self._restore_layers(work, sink, tiles)
+        except BaseException:
+            work.stop = True
+            raise
+        finally:
+            if helper is not None:
+                helper.join()
+        if work.failure is not None:
+            raise work.failure
+        return work.n_good, work.damages
+
+    def _help(self, work: _Work, sink: PlaneSink, tiles: TileMemory) -> None:
+        try:
+            self._restore_layers(work, sink, tiles)
+        except BaseException as error:  # noqa: BLE001 -- it is raised again by the thread that was asked
+            work.failure, work.stop = error, True
+
+    def _restore_layers(self, work: _Work, sink: PlaneSink, tiles: TileMemory | None, most: int | None = None) -> None:
         buffers = tuple(
             np.empty((self._rows_per_run, plane.width), plane.dtype) for plane in planes_of(self.kind, self.geometry)
         )
-        for layer in range(self.geometry.n_layers):
-            while n_good:
+        scratch = memoryview(bytearray(self._scratch_bytes))
+        for layer in itertools.islice(work, most):
+            for part in self.parts:
+                part.file.will_read(layer + LAYERS_AHEAD, part.start, min(part.stop, work.n_good))
+            while n_rows := work.n_good:
                 try:
-                    self._restore_layer(layer, n_good, sink, tiles, buffers)
+                    self._restore_layer(layer, n_rows, sink, tiles, buffers, scratch)
                     break
                 except BlockDamagedError as damage:
-                    damages.append(damage)
-                    n_good = damage.position
-        return n_good, damages
+                    work.found(damage)
 
     def _restore_layer(
-        self, layer: int, n_rows: int, sink: PlaneSink, tiles: TileMemory | None, buffers: Planes
+        self,
+        layer: int,
+        n_rows: int,
+        sink: PlaneSink,
+        tiles: TileMemory | None,
+        buffers: Planes,
+        scratch: memoryview,
     ) -> None:
         for part in self.parts:
             at, stop = part.start, min(part.stop, n_rows)
@@ -78,7 +149,7 @@ class ChainReader:
                 if end == at:
                     end = self._rows_end(part, at, stop, has_tiles=tiles is not None)
                     planes = tuple(buffer[: end - at] for buffer in buffers)
-                    part.file.read_rows(layer, at, end, planes, self._scratch)
+                    part.file.read_rows(layer, at, end, planes, scratch)
                     sink.write_planes(layer, at, planes)
                 at = end
 

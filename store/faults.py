@@ -108,6 +108,9 @@ class FaultyFileSystem:
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return self._do("preadv", lambda: self._inner.preadv(fd, self._short(buffers), offset))
 
+    def will_read(self, fd: int, offset: int, n_bytes: int) -> None:
+        self._inner.will_read(fd, offset, n_bytes)
+
     def writev(self, fd: int, buffers: Sequence[Buffer]) -> int:
         return self._do("writev", lambda: self._inner.writev(fd, self._short(buffers)))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 Buffer = memoryview
@@ -47,6 +48,9 @@ class FileSystem(Protocol):
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Reads into the buffers, one after the other; returns the bytes read, perhaps fewer than asked, 0 at the
         end."""
+
+    def will_read(self, fd: int, offset: int, n_bytes: int) -> None:
+        """These bytes are read soon: a hint, which may do nothing. Never raises."""
 
     def writev(self, fd: int, buffers: Sequence[Buffer]) -> int:
         """Writes the buffers, one after the other; returns the bytes written, perhaps fewer than given."""
@@ -99,6 +103,11 @@ class PosixFileSystem:
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
+
+    def will_read(self, fd: int, offset: int, n_bytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(fd, offset, n_bytes, os.POSIX_FADV_WILLNEED)
 
     def writev(self, fd: int, buffers: Sequence[Buffer]) -> int:
         return os.writev(fd, buffers)

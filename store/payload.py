@@ -69,7 +69,11 @@ class PlaneSink(Protocol):
 
 
 class TileMemory(Protocol):
-    """A sink or source whose own memory holds tiles, so that the disk may write into it and read from it."""
+    """A sink or source whose own memory holds tiles, so that the disk may write into it and read from it.
+
+    A sink with tiles takes rows, too, and is called from two threads at once, for different layers, after the whole
+    first layer has come from one.
+    """
 
     def tile_buffers(self, layer: int, first_block: int, n_blocks: int) -> list[memoryview] | None:
         """The blocks' memory, each contiguous: K [nkv][hd][kv_bs], then V [nkv][kv_bs][hd]. None: use rows instead."""

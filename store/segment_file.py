@@ -97,6 +97,11 @@ class SegmentFile:
                 offset += len(data)
                 a, b = max(start, first), min(stop, last)
                 self._copy(data, block, (a - first, b - first), tuple(p[a - start : b - start] for p in planes))
+        if extent.kind is Kind.Q8:
+            try:
+                check_scales(*planes[2:])
+            except SnapshotRejected as error:
+                raise error.at(self.path) from None
 
     def _copy(self, data: memoryview, block: int, part: tuple[int, int], out: Planes) -> None:
         extent = self.extent
@@ -107,11 +112,6 @@ class SegmentFile:
             return
         first, last = extent.rows_of_block(block)
         found = views(extent.kind, extent.geometry, data, last - first)
-        if extent.kind is Kind.Q8:
-            try:
-                check_scales(*found[2:])
-            except SnapshotRejected as error:
-                raise error.at(self.path) from None
         for plane, array in zip(out, found, strict=True):
             plane[:] = array[rows]
 
@@ -126,6 +126,12 @@ class SegmentFile:
         at = self.extent.block_offset(layer, blocks[0])
         read_exactly(self._fs, self._fd, [scratch[:offset]], at, self.path)
         self._open_blocks(layer, blocks, pieces)
+
+    def will_read(self, layer: int, start: int, stop: int) -> None:
+        """Rows start..stop-1 (positions) of a layer are read soon."""
+        if layer < self.extent.geometry.n_layers and start < stop:
+            offset = self.extent.block_offset(layer, start // self.extent.geometry.block_size)
+            self._fs.will_read(self._fd, offset, (stop - start) * self.extent.row_bytes)
 
     def read_tiles(self, layer: int, blocks: range, buffers: Sequence[memoryview]) -> None:
         """Reads tiles straight into the reader's own memory, and verifies them there. Raises as ``read_rows``."""
