@@ -79,6 +79,33 @@ def quantise(x: F32) -> tuple[NDArray[np.int8], F32]:
     return np.rint(blocks * inverse[..., None]).astype(np.int8).reshape(x.shape), scale
 
 
+def dot(x: F32, y: F32) -> F32:
+    """Dot products over the last axis, of floats."""
+    sums = np.zeros((*np.broadcast_shapes(x.shape[:-1], y.shape[:-1]), QUANT_BLOCK), np.float32)
+    for start in range(0, x.shape[-1], QUANT_BLOCK):
+        part = slice(start, start + QUANT_BLOCK)
+        sums = fma(x[..., part], y[..., part], sums)
+    return fold_halves(sums)
+
+
+def route(x: F32, router: F32, n_active: int, *, normalise: bool) -> tuple[NDArray[np.int64], F32]:
+    """The experts of one normed row and their weights, best first. ``router`` [n_experts, hidden]."""
+    logits = dot(x[None, :], router)
+    powers = exp(logits - logits.max())
+    total = _f(0)
+    for power in powers:
+        total = total + power
+    probabilities = powers / total
+    chosen = np.argsort(-probabilities, kind="stable")[:n_active]
+    weights = probabilities[chosen]
+    if normalise:
+        total = _f(0)
+        for weight in weights:
+            total = total + weight
+        weights = weights / total
+    return chosen, weights
+
+
 def rms_norm(x: F32, weight: F32, epsilon: float) -> F32:
     squares = np.zeros((*x.shape[:-1], QUANT_BLOCK), np.float32)
     for block in range(x.shape[-1] // QUANT_BLOCK):

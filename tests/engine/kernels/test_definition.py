@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvferry.engine.files.tensors import StoredRows
 from kvferry.engine.kernels import definition
 from kvferry.engine.kernels import intrinsics as kernels
+from kvferry.engine.kernels.experts import route
 from kvferry.engine.kernels.layout import (
     QUANT_BLOCK,
     WEIGHTS_Q4,
@@ -43,6 +44,16 @@ def run_rope(x, table, half, scale, out):
 @njit
 def run_softmax(n_valid, scores, maximum, rescale, sums):
     kernels.softmax_step(n_valid, scores, maximum, rescale, sums)
+
+
+@njit
+def run_float_norm(x, weight, n_blocks, epsilon, out):
+    kernels.norm_floats(x, weight, n_blocks, epsilon, out)
+
+
+@njit
+def run_dot(x, y, n_blocks):
+    return kernels.dot_floats(x, y, n_blocks)
 
 
 def address(array: NDArray) -> int:
@@ -231,3 +242,25 @@ def test_the_definitions_fma_rounds_once() -> None:
     exact = 1 + 2**-11 + 2**-24
     assert definition.fma(a, b, np.float32(2**-80)) == np.float32(np.nextafter(np.float64(exact), 2))
     assert definition.fma(a, b, np.float32(-(2**-80))) == np.float32(np.nextafter(np.float64(exact), 0))
+
+
+def test_a_norm_that_stays_float_and_a_dot_product() -> None:
+    random = np.random.default_rng(6)
+    x, weight = (random.standard_normal(96).astype(np.float32) for _ in range(2))
+    out = np.empty_like(x)
+    run_float_norm(address(x), address(weight), 3, np.float32(1e-6), address(out))
+    assert same_bits(out, definition.rms_norm(x, weight, 1e-6))
+    assert run_dot(address(x), address(weight), 3) == definition.dot(x, weight)
+
+
+@pytest.mark.parametrize("normalise", [0, 1])
+def test_a_router_takes_the_first_of_equals(normalise: int) -> None:
+    random = np.random.default_rng(7)
+    x, router = random.standard_normal(64).astype(np.float32), random.standard_normal((9, 64)).astype(np.float32)
+    router[7] = router[2] = x / 8  # two equal ones, both among the best
+    scratch, ids, weights = np.empty(9, np.float32), np.empty(4, np.int32), np.empty(4, np.float32)
+    route(address(x), address(router), 2, 9, 4, normalise, address(scratch), address(ids), address(weights))
+    expected_ids, expected = definition.route(x, router, 4, normalise=bool(normalise))
+    assert ids.tolist() == expected_ids.tolist()
+    assert ids.tolist()[:2] == [2, 7]
+    assert same_bits(weights, expected)
