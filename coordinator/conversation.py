@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from kvferry.coordinator.registry import Message, TokenArray, TurnRecord
 from kvferry.engine.text.detokenizer import Detokenizer
-from kvferry.engine.text.model import ChatMessage, TextModel
+from kvferry.engine.text.model import ChatMessage
 from kvferry.engine.text.stop import StopWatcher
 
 
+class TextSide(Protocol):
+    """What the coordinator needs of ``engine.text.model.TextModel``; a simulator brings a smaller one."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def first_turn(self, messages: Sequence[ChatMessage]) -> list[int]: ...
+
+    def next_turn(
+        self, history: Sequence[ChatMessage], last_token_id: int, new_messages: Sequence[ChatMessage]
+    ) -> list[int]: ...
+
+
 def new_prompt_ids(
-    model: TextModel, turns: Sequence[TurnRecord], session_ids: TokenArray, messages: Sequence[Message]
+    model: TextSide, turns: Sequence[TurnRecord], session_ids: TokenArray, messages: Sequence[Message]
 ) -> TokenArray:
     """The tokens, int32[n], that ``messages`` add to a session with these turns and tokens. Any thread."""
     new = [ChatMessage(m.role, m.content) for m in messages]
@@ -37,7 +62,7 @@ def history_of(turns: Sequence[TurnRecord]) -> list[ChatMessage]:
 class ModelAnswerText:
     """``turn_events.AnswerText`` over the model's tokenizer, for one answer."""
 
-    def __init__(self, model: TextModel, stops: Sequence[str]) -> None:
+    def __init__(self, model: TextSide, stops: Sequence[str]) -> None:
         self._model = model
         self._detokenizer = Detokenizer(model)
         self._watcher = StopWatcher(stops)

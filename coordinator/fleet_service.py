@@ -8,7 +8,7 @@ import logging
 from kvferry.coordinator import requests
 from kvferry.coordinator.errors import BadRequest, ModelMismatch
 from kvferry.coordinator.fleet import Fleet
-from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.snapshots import SnapshotNews
 from kvferry.coordinator.wire import Context, load_of, node_of, resident_of, unary
 from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
 from kvferry.store.geometry import KvGeometry
@@ -21,7 +21,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     """All handlers run on the event loop and block nowhere."""
 
     fleet: Fleet
-    snapshots: SnapshotView
+    snapshots: SnapshotNews
     generation: int
     model_name: str
     tokenizer_digest: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from kvferry.coordinator.backlog import Awaited, Backlog
@@ -23,6 +23,9 @@ MAX_SCORED: Final = 256
 """Latest predictions that the median error is taken over."""
 
 TURN_SECONDS_WEIGHT: Final = 0.1
+
+ORDINARY_SHARE: Final = 8
+"""What is usual in the fleet is worked out anew after every 1/8 of its nodes' number of reports: it changes slowly."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +66,8 @@ class Forecasts:
         self._nodes: dict[str, _NodeKnowledge] = {}
         self._scores: deque[tuple[float, float]] = deque(maxlen=MAX_SCORED)
         self._turn_s = GUESSED_TURN_SECONDS
+        self._ordinary = Rates()
+        self._n_unlearned = 0
 
     # What happens.
 
@@ -82,7 +87,11 @@ class Forecasts:
             bytes_per_row=awaiting.node.bytes_per_row, prefilled_alone=awaiting.work.prefilled_alone,
             restored_alone=awaiting.work.restored_alone, beside_decodes=awaiting.beside_decodes,
         )  # fmt: skip
-        known.rates.learn(report, told_by(awaiting.node), self._typical(), now_s)
+        known.rates.learn(report, told_by(awaiting.node), self._ordinary, now_s)
+        self._n_unlearned += 1
+        if self._n_unlearned * ORDINARY_SHARE >= len(self._nodes):
+            self._n_unlearned = 0
+            self._ordinary = typical(k.rates.now(Told(), Rates()) for k in self._nodes.values() if k.rates.has_learned)
 
     def first_token(self, awaiting: Awaiting, now_s: float) -> None:
         """Its first token is there."""
@@ -112,9 +121,9 @@ class Forecasts:
 
     # What is asked.
 
-    def of(self, nodes: Iterable[Node], now_s: float) -> dict[str, Forecast]:
-        ordinary = self._typical()
-        return {node.node_id: self._forecast(node, ordinary, now_s) for node in nodes}
+    def of(self, nodes: Iterable[Node], now_s: float) -> ForecastsNow:
+        """By node id, each worked out when it is asked for."""
+        return ForecastsNow({node.node_id: node for node in nodes}, lambda node: self._forecast(node, now_s))
 
     def shared(self, nodes: Iterable[Node], token_ids: TokenArray) -> dict[str, int]:
         """node_id → leading tokens of these, int32 [n], whose rows its memory has for any session."""
@@ -146,16 +155,29 @@ class Forecasts:
             self._nodes[node.node_id] = known
         return known
 
-    def _forecast(self, node: Node, ordinary: Rates, now_s: float) -> Forecast:
+    def _forecast(self, node: Node, now_s: float) -> Forecast:
         known = self._nodes.get(node.node_id)
-        rates = (known.rates if known else NodeRates()).now(told_by(node), ordinary)
+        rates = (known.rates if known else NodeRates()).now(told_by(node), self._ordinary)
         if known is None or known.boot_id != node.boot_id:
             return Forecast(rates=rates, turn_s=self._turn_s)
         reading_s, prefilling_s = known.backlog.ahead(now_s)
         return Forecast(rates=rates, reading_s=reading_s, prefilling_s=prefilling_s, turn_s=self._turn_s)
 
-    def _typical(self) -> Rates:
-        return typical(k.rates.now(Told(), Rates()) for k in self._nodes.values() if k.rates.has_learned)
+
+class ForecastsNow(Mapping[str, Forecast]):
+    """A route looks at a few dozen nodes of thousands; the others' forecasts are not worth making."""
+
+    def __init__(self, nodes: Mapping[str, Node], make: Callable[[Node], Forecast]) -> None:
+        self._nodes, self._make = nodes, make
+
+    def __getitem__(self, node_id: str) -> Forecast:
+        return self._make(self._nodes[node_id])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
 
 
 def told_by(node: Node) -> Told:

@@ -61,10 +61,17 @@ class Prediction:
     n_computed: int
     # The store has more than memory, and computing is sooner than reading.
     recompute: bool
+    # By how much the turns that wait for their first token there would wait longer, all together.
+    others_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         return self.queue_seconds + self.restore_seconds + self.prefill_seconds
+
+    @property
+    def cost_seconds(self) -> float:
+        """What the choice of this node costs everybody who waits."""
+        return self.seconds + self.others_seconds
 
 
 def predict(member: Member, rows: RowSources, forecast: Forecast, n_turns: int) -> Prediction:
@@ -87,8 +94,11 @@ def _way(rows: RowSources, n_resident: int, n_restored: int, forecast: Forecast,
     n_reused = max(n_resident, n_restored)
     restore_s = forecast.rates.restore_seconds(n_restored * rows.bytes_per_row)
     prefill_s = drag * forecast.rates.prefill_seconds(n_reused, rows.n_tokens)
+    # equal shares of one engine: what each of two turns loses to the other is the same
+    shared_s = wait_behind(forecast.prefilling_s, prefill_s)
     return Prediction(
-        queue_seconds=(forecast.reading_s if n_restored else 0.0) + wait_behind(forecast.prefilling_s, prefill_s),
+        queue_seconds=(forecast.reading_s if n_restored else 0.0) + shared_s,
+        others_seconds=shared_s,
         restore_seconds=restore_s,
         prefill_seconds=prefill_s,
         n_restored=n_restored,

@@ -137,12 +137,15 @@ class NodeRates:
         self._prefill = _Law()
         self._restore = _Law()
         self._drag = 1.0
+        self._known_for: tuple[Told, Rates] | None = None
+        self._known = Rates()
 
     def learn(self, report: Report, told: Told, fleet: Rates, now_s: float) -> None:
         n_reused = report.n_tokens - report.n_computed
+        self._known_for = None
         if report.n_computed and report.prefilled_alone and report.prefill_seconds >= MIN_LEARNT_SECONDS:
             if report.beside_decodes:
-                alone = self.now(told, fleet).prefill_seconds(n_reused, report.n_tokens)
+                alone = self._fit(told, fleet).prefill_seconds(n_reused, report.n_tokens)
                 ratio = min(max(report.prefill_seconds / max(alone, MIN_LEARNT_SECONDS), 1.0), MAX_DRAG)
                 self._drag += DRAG_WEIGHT * (ratio - self._drag)
             else:
@@ -152,6 +155,11 @@ class NodeRates:
 
     def now(self, told: Told, fleet: Rates) -> Rates:
         """The coefficients; ``fleet`` is what is believed of a node that has said nothing."""
+        if self._known_for != (told, fleet):
+            self._known, self._known_for = self._fit(told, fleet), (told, fleet)
+        return self._known
+
+    def _fit(self, told: Told, fleet: Rates) -> Rates:
         per_token, per_byte = fleet.prefill_per_token, fleet.restore_per_byte
         per_pair = fleet.prefill_per_pair
         if told.prefill_tokens > 0:

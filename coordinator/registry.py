@@ -2,7 +2,8 @@
 
 Rules that every implementation obeys, and that ``tests/coordinator/test_registry.py`` holds against each of them:
 
-- A method that returns has made its effect durable. A method that raises has had no effect.
+- A method that returns has made its effect durable. A method that raises has had no effect, but for
+  RegistryUnavailable, after which the effect may be there or not: whoever asks again finds out.
 - The tokens of a session are the concatenation, in order, of ``prompt_ids`` and ``outcome.answer_ids`` of its *kept*
   turns (finished, and not by an error). They are the authority; text is never tokenised a second time.
 - A session has at most one open turn. ``epoch`` only grows: it is raised by ``place_turn``, before a node is asked.

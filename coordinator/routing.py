@@ -1,8 +1,10 @@
 """Which node answers: a pure decision over what is known, with a reason for every node.
 
-Among the nodes that may take the turn, the one that is predicted to show the first token soonest (``prediction.py``);
-among equals the least loaded one, then the lowest id. So a long prefix on a busy node competes with a short one on an
-idle node, and a fast board with a slow one, in the same unit: seconds.
+Among the nodes that may take the turn, the one that is predicted to show the first token soonest (``prediction.py``),
+where a second of it counts as much as a second by which the turns that wait there already would wait longer; among
+equals the least loaded one, then the lowest id. So a long prefix on a busy node competes with a short one on an idle
+node, and a fast board with a slow one, in the same unit: seconds. Without the others' seconds each turn takes its own
+advantage at their expense: on replayed traces the mean got worse by up to a third (docs/coordinator.md).
 
 A prediction is no reason to let one node starve another: a node with turns in its queue is passed over while another
 that may take the turn has ``MAX_QUEUE_LEAD`` fewer of them.
@@ -11,6 +13,7 @@ that may take the turn has ``MAX_QUEUE_LEAD`` fewer of them.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -26,6 +29,9 @@ from kvferry.coordinator.prediction import (
 
 MAX_QUEUE_LEAD: Final = 2
 """Turns; promise 24: no node idles while another one queues more than two."""
+
+MAX_WEIGHED_EACH: Final = 32
+"""Nodes that are weighed for their memory, and as many for their idleness: a decision stays below some milliseconds."""
 
 MAX_CANDIDATES_KEPT: Final = 32
 """Per placement, in its record and in the event to the client: a fleet of thousands would write half a megabyte."""
@@ -75,6 +81,7 @@ class Candidate:
     restore_seconds: float = 0.0
     prefill_seconds: float = 0.0
     predicted_seconds: float = 0.0
+    others_seconds: float = 0.0
     n_restored: int = 0
     n_computed: int = 0
 
@@ -110,7 +117,7 @@ class _Option:
     @property
     def rank(self) -> tuple[float, int, str]:
         """Smaller is better, field by field."""
-        return self.prediction.seconds, self.n_turns, self.member.node.node_id
+        return self.prediction.cost_seconds, self.n_turns, self.member.node.node_id
 
     @property
     def n_waiting(self) -> int:
@@ -122,7 +129,8 @@ def route(view: View, request: RouteRequest) -> Choice:
     """Choose a node for ``request``."""
     obstacles = {m.node.node_id: obstacle(m, request) for m in view.members}
     able = [m for m in view.members if obstacles[m.node.node_id] is None]
-    considered = {m.node.node_id: option(view, request, m) for m in prefer_untried(able, request.failed)}
+    weighed = worth_weighing(view, request, prefer_untried(able, request.failed))
+    considered = {m.node.node_id: option(view, request, m) for m in weighed}
     least_waiting = min((o.n_waiting for o in considered.values()), default=0)
     fair = [o for o in considered.values() if o.n_waiting <= least_waiting + MAX_QUEUE_LEAD]
     best = min(fair, key=lambda o: o.rank, default=None)
@@ -133,8 +141,10 @@ def route(view: View, request: RouteRequest) -> Choice:
         found = considered.get(node_id)
         if (why := obstacles[node_id]) is not None:
             reason = f"cannot take it: {why}"
-        elif found is None or best is None:
+        elif node_id in request.failed and found is None:
             reason = f"passed over: it failed this turn ({request.failed[node_id]})"
+        elif found is None or best is None:
+            reason = "not weighed: others have more of it, or less to do"
         elif found is best:
             reason = "chosen: " + praise(request, best, len(considered))
         elif found.n_waiting > least_waiting + MAX_QUEUE_LEAD:
@@ -154,6 +164,7 @@ def route(view: View, request: RouteRequest) -> Choice:
             restore_seconds=p.restore_seconds if p else 0.0,
             prefill_seconds=p.prefill_seconds if p else 0.0,
             predicted_seconds=p.seconds if p else 0.0,
+            others_seconds=p.others_seconds if p else 0.0,
             n_restored=p.n_restored if p else 0,
             n_computed=p.n_computed if p else 0,
         )
@@ -164,6 +175,15 @@ def route(view: View, request: RouteRequest) -> Choice:
         n_candidates=len(view.members),
         prediction=None if best is None else best.prediction,
     )
+
+
+def worth_weighing(view: View, request: RouteRequest, able: Sequence[Member]) -> Sequence[Member]:
+    """Everybody in a fleet of dozens; in one of thousands those with most of it in memory, and the least busy."""
+    if len(able) <= 2 * MAX_WEIGHED_EACH:
+        return able
+    holders = heapq.nlargest(MAX_WEIGHED_EACH, able, key=lambda m: n_resident(view, request, m))
+    idlest = heapq.nsmallest(MAX_WEIGHED_EACH, able, key=lambda m: load_of(view, m))
+    return list({m.node.node_id: m for m in [*holders, *idlest]}.values())
 
 
 def worth_showing(
@@ -250,7 +270,12 @@ def praise(request: RouteRequest, best: _Option, n_considered: int) -> str:
 def compare(worse: _Option, better: _Option) -> str:
     """By how much, and the part in which the chosen node gained most."""
     ours, theirs = worse.prediction, better.prediction
-    if ours.seconds <= theirs.seconds:
+    if ours.seconds <= theirs.seconds and ours.cost_seconds > theirs.cost_seconds:
+        return (
+            f"first token in {seconds(ours.seconds)}, but {seconds(ours.others_seconds)} later for the turns that "
+            f"wait there against {seconds(theirs.others_seconds)}"
+        )
+    if ours.cost_seconds <= theirs.cost_seconds:
         if worse.n_turns != better.n_turns:
             return f"as soon, but busier, {turns(worse.n_turns)} against {better.n_turns}"
         return f"as good as {better.member.node.node_id}, which comes first by name"

@@ -109,6 +109,7 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
     around = Surroundings(
         registry=registry, fleet=fleet, transport=transport, snapshots=snapshots, background=background,
         end_token_ids=model.text.end_token_ids, clock=clock, wall_ms=wall_ms, settled=asyncio.Event(),
+        in_thread=asyncio.to_thread,
     )  # fmt: skip
     turns = Turns(
         model.text, around, TurnPolicy(max_losses=settings.max_losses, max_placements=settings.max_placements),

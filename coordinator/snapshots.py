@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -44,6 +44,23 @@ def check_store_path(root: Path | None) -> None:
     looking.join(LOOK_SECONDS)
     if any(found):
         raise StorePathInvalid(f"the store path {root} is not a folder: give the snapshot folder that the nodes share")
+
+
+class StoredPrefixes(Protocol):
+    """What routing asks of a store, without I/O."""
+
+    def longest_prefixes(self, token_ids: TokenArray) -> dict[str, int]:
+        """fingerprint → leading tokens, of n at most n - 1, that the store holds rows of."""
+
+
+class SnapshotNews(Protocol):
+    """What nodes tell about a store."""
+
+    def watch(self, fingerprint: str, geometry: KvGeometry, vocab_size: int) -> None:
+        """A node with this fingerprint is in the fleet."""
+
+    def announce(self, fingerprint: str, names: Sequence[str]) -> None:
+        """A node published these."""
 
 
 class SnapshotView:

@@ -11,18 +11,18 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import stamina
 
-from kvferry.coordinator.errors import RegistryUnavailable
+from kvferry.coordinator.errors import RegistryUnavailable, UnknownTurn
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.forecasts import Awaiting
 from kvferry.coordinator.membership import LostNode, Node, NodeState
 from kvferry.coordinator.registry import FinishReason, Registry, TokenArray
 from kvferry.coordinator.routing import Choice, route
-from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.snapshots import StoredPrefixes
 from kvferry.coordinator.tasks import Background, Bell, first_of
 from kvferry.coordinator.transport import PlacementLost, WorkerTransport
 from kvferry.coordinator.turn import Blame, Loss, Phase, Turn
@@ -42,6 +42,12 @@ It is the same burst of bytes.
 """
 
 
+class InThread(Protocol):
+    """``asyncio.to_thread``, or a stand-in where there are no threads."""
+
+    async def __call__(self, function: Callable[[], T], /) -> T: ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """What every runner of a coordinator shares."""
@@ -49,12 +55,14 @@ class Surroundings:
     registry: Registry
     fleet: Fleet
     transport: WorkerTransport
-    snapshots: SnapshotView
+    snapshots: StoredPrefixes
     background: Background
     end_token_ids: tuple[int, ...]
     # Seconds of a clock that does not jump.
     clock: Callable[[], float]
     wall_ms: Callable[[], int]
+    # Runs what takes long away from the loop.
+    in_thread: InThread
     # Set once nodes that outlived the last coordinator had time to register.
     settled: asyncio.Event
 
@@ -227,18 +235,24 @@ class TurnRunner:
         if outcome is None:
             raise AssertionError(f"{turn!r} ended without an outcome")
         placements = [p.SerializeToString() for p in turn.placements]
-        await self._durably(
-            lambda: around.registry.finish_turn(
-                record.session_id, record.turn_id, turn.epoch, outcome, placements, around.wall_ms()
+        try:
+            await self._durably(
+                lambda: around.registry.finish_turn(
+                    record.session_id, record.turn_id, turn.epoch, outcome, placements, around.wall_ms()
+                )
             )
-        )
+        except UnknownTurn:
+            # An attempt that seemed to fail had reached the disk after all.
+            kept = (await self._durably(lambda: around.registry.get_turn(record.session_id, record.turn_id))).outcome
+            if kept is None or kept.reason is not outcome.reason or len(kept.answer_ids) != len(outcome.answer_ids):
+                raise
         logger.info("%r is durable: %s", turn, outcome.reason.name)
 
     async def _durably(self, call: Callable[[], Awaitable[T]]) -> T:
         """Until the registry takes it: without a durable record nothing may go on."""
         retries = stamina.retry_context(
             on=RegistryUnavailable, attempts=None, timeout=None,
-            wait_initial=REGISTRY_RETRY_SECONDS, wait_max=REGISTRY_RETRY_SECONDS,
+            wait_initial=REGISTRY_RETRY_SECONDS, wait_max=REGISTRY_RETRY_SECONDS, wait_jitter=0.0,
         )  # fmt: skip
         async for attempt in retries:
             with attempt:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
 from uuid import uuid4
 
-from kvferry.coordinator.conversation import ModelAnswerText, new_prompt_ids
+from kvferry.coordinator.conversation import ModelAnswerText, TextSide, new_prompt_ids
 from kvferry.coordinator.errors import (
     IndexOutOfRange,
     InvalidMessage,
@@ -25,12 +25,11 @@ from kvferry.coordinator.errors import (
     UnknownTurn,
 )
 from kvferry.coordinator.membership import NodeState
-from kvferry.coordinator.registry import SessionRecord, TokenArray, TurnRecord
+from kvferry.coordinator.registry import FinishReason, SessionRecord, TokenArray, TurnRecord
 from kvferry.coordinator.requests import TurnRequest, answer_budget
 from kvferry.coordinator.turn import Phase, Turn, TurnPolicy
 from kvferry.coordinator.turn_events import replay
 from kvferry.coordinator.turn_runner import Surroundings, TurnRunner
-from kvferry.engine.text.model import TextModel
 from kvferry.proto.v1 import chat_pb2
 
 Key = tuple[str, str]
@@ -46,7 +45,7 @@ class Turns:
 
     def __init__(
         self,
-        model: TextModel,
+        model: TextSide,
         around: Surroundings,
         policy: TurnPolicy,
         *,
@@ -102,10 +101,14 @@ class Turns:
                 raise QueueFull(
                     f"{len(self._runners)} turns are open, as many as this coordinator takes: ask again a little later"
                 )
-            record, history = await self._new_record(request)
-            await self._around.registry.begin_turn(record)
-            self._start(record, history, resumed=False)
-            return record.session_id, record.turn_id
+            # Not the caller's to cancel: a turn that became durable runs, even when whoever asked for it is gone.
+            return await asyncio.shield(asyncio.create_task(self._begin_new(request), name="begin turn"))
+
+    async def _begin_new(self, request: TurnRequest) -> Key:
+        record, history = await self._new_record(request)
+        await self._around.registry.begin_turn(record)
+        self._start(record, history, resumed=False)
+        return record.session_id, record.turn_id
 
     async def events(self, key: Key, from_index: int) -> AsyncGenerator[chat_pb2.TurnEvent, None]:
         """The turn's events: tokens from ``from_index`` on, and everything that is not a token.
@@ -115,7 +118,7 @@ class Turns:
         """
         record = await self._around.registry.get_turn(*key)
         await self._own_session(record.session_id)
-        if (runner := self._runners.get(key)) is None:
+        if (runner := self._runners.get(key) or await self._adopt(key)) is None:
             for event in await self._replayed(record, from_index):
                 yield event
             return
@@ -127,7 +130,7 @@ class Turns:
             while position < len(runner.turn.events):
                 event = runner.turn.events[position]
                 position += 1
-                if event.HasField("finished"):
+                if event.HasField("finished") and is_whole(event.finished.reason):
                     check_index(from_index, event.sequence)
                 if not event.HasField("token") or event.sequence >= from_index:
                     yield event
@@ -175,6 +178,10 @@ class Turns:
     def live_turn(self, session_id: str, turn_id: str) -> Turn | None:
         runner = self._runners.get((session_id, turn_id))
         return None if runner is None else runner.turn
+
+    def open_keys(self) -> list[Key]:
+        """(session_id, turn_id) of every turn that is alive here."""
+        return list(self._runners)
 
     @property
     def n_open(self) -> int:
@@ -233,7 +240,7 @@ class Turns:
             )
         history = await registry.session_tokens(request.session_id)
         turns = await registry.list_turns(request.session_id)
-        prompt_ids = await asyncio.to_thread(new_prompt_ids, self._model, turns, history, request.messages)
+        prompt_ids = await self._around.in_thread(lambda: new_prompt_ids(self._model, turns, history, request.messages))
         n_prompt_tokens = len(history) + len(prompt_ids)
         record = TurnRecord(
             session_id=request.session_id,
@@ -252,6 +259,18 @@ class Turns:
     def _contexts(self) -> Sequence[int]:
         members = [m for m in self._around.fleet.members() if m.state is not NodeState.DEAD]
         return [min(m.node.context_length, self._context_length) for m in members] or [self._context_length]
+
+    async def _adopt(self, key: Key) -> TurnRunner | None:
+        """Take up a turn that is open in the registry and that nobody runs; None for one that is over.
+
+        Its beginning became durable although the registry did not say so.
+        """
+        async with self._session_lock(key[0]):
+            record = await self._around.registry.get_turn(*key)
+            if record.outcome is None and key not in self._runners and not self._stopping.is_set():
+                logger.warning("turn %s of session %s was open and nobody ran it", key[1], key[0])
+                self._start(record, await self._around.registry.session_tokens(key[0]), resumed=True)
+            return self._runners.get(key)
 
     def _start(self, record: TurnRecord, history_ids: TokenArray, *, resumed: bool) -> None:
         text = ModelAnswerText(self._model, record.stop)
@@ -290,16 +309,29 @@ class Turns:
             record = await self._around.registry.get_turn(record.session_id, record.turn_id)
         if record.outcome is None:
             raise stopping()
-        check_index(from_index, len(record.outcome.answer_ids))
+        check_index(
+            from_index, len(record.outcome.answer_ids) if is_whole(record.outcome.reason) else record.max_tokens
+        )
         placements = (await self._around.registry.list_placements(record.session_id)).get(record.turn_id, [])
         text = ModelAnswerText(self._model, record.stop)
         async with self._replays:
-            events = await asyncio.to_thread(replay, record, map(chat_pb2.Placement.FromString, placements), text)
+            events = await self._around.in_thread(
+                lambda: replay(record, map(chat_pb2.Placement.FromString, placements), text)
+            )
         return [e for e in events if not e.HasField("token") or e.sequence >= from_index]
 
 
 def stopping() -> Stopping:
     return Stopping("the coordinator is stopping; the turn goes on when it is back: resume it then")
+
+
+def is_whole(reason: int) -> bool:
+    """The answer has all its tokens.
+
+    One that was cancelled or given up after a restart may have fewer than an earlier reader got: whoever comes back
+    for more is told how it ended.
+    """
+    return reason not in {FinishReason.CANCELLED, FinishReason.ERROR}
 
 
 def check_index(from_index: int, n_tokens: int) -> None:

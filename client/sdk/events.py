@@ -59,6 +59,8 @@ class Candidate:
     predicted_seconds: float = 0.0
     n_restored: int = 0
     n_computed: int = 0
+    # By how much the turns that wait there would wait longer.
+    others_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ def placed_of(message: chat_pb2.Placement) -> Placed:
                 c.predicted_seconds,
                 c.n_restored,
                 c.n_computed,
+                c.others_seconds,
             )
             for c in message.candidates
         ),

@@ -647,6 +647,7 @@ class CandidateNode(_message.Message):
     PREDICTED_SECONDS_FIELD_NUMBER: _builtins.int
     N_RESTORED_FIELD_NUMBER: _builtins.int
     N_COMPUTED_FIELD_NUMBER: _builtins.int
+    OTHERS_SECONDS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     chosen: _builtins.bool
     n_resident: _builtins.int
@@ -664,6 +665,8 @@ class CandidateNode(_message.Message):
     n_restored: _builtins.int
     """Tokens it would restore and compute."""
     n_computed: _builtins.int
+    others_seconds: _builtins.float
+    """By how much the turns that wait for their first token there would wait longer, all together."""
     def __init__(
         self,
         *,
@@ -680,10 +683,11 @@ class CandidateNode(_message.Message):
         predicted_seconds: _builtins.float = ...,
         n_restored: _builtins.int = ...,
         n_computed: _builtins.int = ...,
+        others_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "n_computed", b"n_computed", "n_queued", b"n_queued", "n_resident", b"n_resident", "n_restored", b"n_restored", "n_running", b"n_running", "n_stored", b"n_stored", "node_id", b"node_id", "predicted_seconds", b"predicted_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "reason", b"reason", "restore_seconds", b"restore_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "n_computed", b"n_computed", "n_queued", b"n_queued", "n_resident", b"n_resident", "n_restored", b"n_restored", "n_running", b"n_running", "n_stored", b"n_stored", "node_id", b"node_id", "others_seconds", b"others_seconds", "predicted_seconds", b"predicted_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "reason", b"reason", "restore_seconds", b"restore_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

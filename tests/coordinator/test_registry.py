@@ -25,6 +25,7 @@ from kvferry.coordinator.errors import (
     UnknownSession,
     UnknownTurn,
 )
+from kvferry.coordinator.memory_registry import Ledger, MemoryRegistry
 from kvferry.coordinator.registry import (
     FinishReason,
     Message,
@@ -43,7 +44,15 @@ async def open_sqlite(folder: Path) -> Registry:
     return await SqliteRegistry(folder / "registry.sqlite3").open(new_coordinator_id="c1")
 
 
-@pytest.fixture(params=[open_sqlite], ids=["sqlite"])
+LEDGERS: dict[Path, Ledger] = {}
+
+
+async def open_memory(folder: Path) -> Registry:
+    """What it leaves behind stays as long as the test."""
+    return await MemoryRegistry(LEDGERS.setdefault(folder, Ledger())).open("c1")
+
+
+@pytest.fixture(params=[open_sqlite, open_memory], ids=["sqlite", "memory"])
 async def open_registry(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
     opened: list[Registry] = []
 

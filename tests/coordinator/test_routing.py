@@ -67,12 +67,24 @@ def test_the_node_that_has_least_to_compute_is_soonest_while_nobody_is_busy() ->
 
 def test_a_shorter_prefix_on_an_idle_node_beats_a_longer_one_behind_a_long_queue() -> None:
     busy = {"b": Forecast(rates=FAST, prefilling_s=(3.0, 5.0)), "a": Forecast(rates=FAST)}
-    assert chosen(choose(member("a", resident=500), member("b", resident=612, running=2), forecasts=busy)) == "b"
+    assert chosen(choose(member("a", resident=300), member("b", resident=612, running=2), forecasts=busy)) == "b"
     # 28 ms of its own work share the engine with two others for three times as long: still soon. A full batch is not.
     full = {"b": Forecast(rates=FAST, turn_s=10.0)}
     choice = choose(member("a", resident=500), member("b", resident=612, running=4), forecasts=full)
     assert chosen(choice) == "a"
     assert reasons(choice)["b"] == "passed over: first token in 2.5 s, queue 2.5 s against 0 ms"
+
+
+def test_the_others_wait_counts_as_much_as_its_own() -> None:
+    """On a the token would come sooner, on b nobody else pays for it."""
+    shares = {"a": Forecast(rates=FAST, prefilling_s=(0.3, 0.3)), "b": Forecast(rates=SLOW)}
+    choice = choose(member("a", running=2), member("b"), forecasts=shares)
+    assert of(choice, "a").predicted_seconds < of(choice, "b").predicted_seconds
+    assert chosen(choice) == "b"
+    assert of(choice, "a").others_seconds == pytest.approx(0.6)
+    assert reasons(choice)["a"] == (
+        "passed over: first token in 1.2 s, but 600 ms later for the turns that wait there against 0 ms"
+    )
 
 
 def test_a_faster_board_wins_when_both_have_to_compute() -> None:
@@ -211,12 +223,16 @@ def test_any_choice_is_able_best_and_explained(
     assert all(c.reason.startswith("chosen: ") == c.chosen for c in choice.candidates)
     if choice.member is not None:
         assert choice.member in able
-        soonest = min(
-            (c.predicted_seconds for c in choice.candidates if not c.reason.startswith(("cannot", "passed over: it"))),
+        cheapest = min(
+            (
+                c.predicted_seconds + c.others_seconds
+                for c in choice.candidates
+                if not c.reason.startswith(("cannot", "passed over: it"))
+            ),
             default=0.0,
         )
         assert choice.prediction is not None
-        assert choice.prediction.seconds <= soonest
+        assert choice.prediction.cost_seconds <= cheapest
         if any(m.node.node_id not in failed for m in able):
             assert choice.member.node.node_id not in failed
     again = choose(*reversed(members), stored=stored, failed=failed, fingerprint=fingerprint)

@@ -1,0 +1,267 @@
+"""A trace over a fleet that need not exist: the coordinator's own ``route`` decides, modelled boards take their time.
+
+The same trace can be run under other rules, the ones that people use instead, to see what predicting is worth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvferry.coordinator.forecasts import Awaiting, Forecasts
+from kvferry.coordinator.membership import Load, Member, Node, NodeState
+from kvferry.coordinator.routing import Choice, RouteRequest, View, route
+from kvferry.proto.v1 import common_pb2
+from kvferry.simulator.fleet_model import BoardRates, Job, ModelBoard, SharedStore
+from kvferry.simulator.trace import SessionPlan
+
+FINGERPRINT: Final = "f"
+CONTEXT_LENGTH: Final = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPlan:
+    """What is bought."""
+
+    n_nodes: int
+    rates: BoardRates
+    # Boards of one purchase differ: the slowest computes at 1 / spread of the fastest's rate.
+    spread: float = 1.5
+    store_bytes_per_s: float = 110e6
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What the users would have felt."""
+
+    first_token_s: list[float] = dataclasses.field(default_factory=list)
+    predicted_s: list[float] = dataclasses.field(default_factory=list)
+    n_tokens: int = 0
+    n_resident: int = 0
+    n_restored: int = 0
+    n_computed: int = 0
+    n_bytes_read: int = 0
+    n_switches: int = 0
+    span_s: float = 0.0
+    turns_by_node: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Of this process, not of the fleet.
+    route_seconds: float = 0.0
+
+    @property
+    def mean_s(self) -> float:
+        return statistics.fmean(self.first_token_s)
+
+    def percentile_s(self, percent: float) -> float:
+        ordered = sorted(self.first_token_s)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+    @property
+    def prediction_error(self) -> float:
+        """Median of |predicted - actual| / actual."""
+        return statistics.median(
+            abs(p - a) / a for p, a in zip(self.predicted_s, self.first_token_s, strict=True) if a > 0
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class _Session:
+    plan: SessionPlan
+    number: int
+    n_tokens: int = 0
+    next_turn: int = 0
+    node: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Asked:
+    """A turn that needs a node, and everything a rule may look at."""
+
+    session: int
+    system: int
+    system_tokens: int
+    n_tokens: int
+    last_node: str
+
+
+Rule = Callable[["Planner", Asked], tuple[ModelBoard, Choice | None]]
+
+
+class Planner:
+    """One run of one trace under one rule."""
+
+    def __init__(self, fleet: FleetPlan, sessions: Sequence[SessionPlan], rule: Rule, seed: int = 0) -> None:
+        rng = random.Random(seed)  # noqa: S311 - a simulation, not a secret
+        self.store = SharedStore(fleet.store_bytes_per_s)
+        self.boards: list[ModelBoard] = []
+        self.nodes: list[Node] = []
+        self.forecasts = Forecasts()
+        self.now_s = 0.0
+        self.outcome = Outcome()
+        for number in range(fleet.n_nodes):
+            rates = fleet.rates.scaled(fleet.spread ** -rng.random())
+            board = ModelBoard(f"n{number:04}", rates, self.store)
+            self.boards.append(board)
+            self.nodes.append(
+                Node(
+                    node_id=board.name,
+                    boot_id="b",
+                    address="h:1",
+                    model="m",
+                    fingerprint=FINGERPRINT,
+                    context_length=CONTEXT_LENGTH,
+                    max_running=rates.max_running,
+                    bytes_per_row=rates.bytes_per_row,
+                    load=Load(prefill_tokens_per_second=rates.prefill_tokens_per_s),
+                    resident=board.named,
+                )
+            )
+        self._members = [Member(node=node, state=NodeState.LIVE, silent_seconds=0.0) for node in self.nodes]
+        self.by_name = {board.name: (board, node) for board, node in zip(self.boards, self.nodes, strict=True)}
+        self._rule = rule
+        self._sessions = [_Session(plan, number) for number, plan in enumerate(sessions)]
+        self._events: list[tuple[float, int, str, object]] = []
+        self._n_events = 0
+        self._awaiting: dict[int, Awaiting] = {}
+
+    def run(self) -> Outcome:
+        """Until every session has had all its answers."""
+        for session in self._sessions:
+            self._at(session.plan.start_s, "ask", session)
+        while self._events:
+            self.now_s, _, kind, what = heapq.heappop(self._events)
+            if kind == "ask" and isinstance(what, _Session):
+                self._ask(what)
+            elif isinstance(what, ModelBoard) and what.next_s() <= self.now_s + 1e-9:
+                self._step(what)
+        self.outcome.span_s = self.now_s
+        self.outcome.n_bytes_read = self.store.n_bytes_read
+        return self.outcome
+
+    def view(self, asked: Asked) -> View:
+        """What a coordinator knows of its fleet at this moment."""
+        stored = self.store.rows_for(asked.session, asked.system, asked.system_tokens)
+        return View(
+            members=self._members,
+            n_placed={board.name: board.n_turns for board in self.boards},
+            n_stored={FINGERPRINT: min(stored, asked.n_tokens - 1)} if stored else {},
+            n_shared={b.name: asked.system_tokens for b in self.boards if b.systems.get(asked.system)},
+            forecasts=self.forecasts.of(self.nodes, self.now_s),
+        )
+
+    def _ask(self, session: _Session) -> None:
+        plan, turn = session.plan, session.plan.turns[session.next_turn]
+        if session.next_turn == 0:
+            session.n_tokens = plan.system_tokens
+        session.n_tokens += turn.prompt_tokens
+        asked = Asked(session.number, plan.system, plan.system_tokens, session.n_tokens, session.node)
+        began = time.perf_counter()
+        board, choice = self._rule(self, asked)
+        self.outcome.route_seconds += time.perf_counter() - began
+        prediction = choice.prediction if choice else None
+        job = Job(
+            session.number, plan.system, plan.system_tokens, session.n_tokens, turn.answer_tokens, self.now_s,
+            recompute=prediction is not None and prediction.recompute,
+            predicted_s=prediction.seconds if prediction else 0.0,
+        )  # fmt: skip
+        self.outcome.n_switches += session.node not in {"", board.name}
+        session.node = board.name
+        session.n_tokens += turn.answer_tokens
+        by_node = self.outcome.turns_by_node
+        by_node[board.name] = by_node.get(board.name, 0) + 1
+        if prediction is not None:
+            node = self.by_name[board.name][1]
+            self._awaiting[id(job)] = self.forecasts.placed(node, prediction, board.n_turns, self.now_s)
+        self._catch_up(board)
+        board.submit(job, self.now_s)
+        self._at(board.next_s(), "board", board)
+
+    def _catch_up(self, board: ModelBoard) -> None:
+        started, ended = board.advance(self.now_s)
+        self._tell(started, ended)
+
+    def _step(self, board: ModelBoard) -> None:
+        self._catch_up(board)
+        if (next_s := board.next_s()) < float("inf"):
+            self._at(next_s, "board", board)
+
+    def _tell(self, started: list[Job], ended: list[Job]) -> None:
+        for job in started:
+            out = self.outcome
+            out.first_token_s.append(self.now_s - job.arrived_s)
+            out.predicted_s.append(job.predicted_s)
+            out.n_tokens += job.n_tokens
+            out.n_resident += job.n_resident
+            out.n_restored += job.n_restored
+            out.n_computed += job.n_computed
+            if (awaiting := self._awaiting.pop(id(job), None)) is not None:
+                self.forecasts.reported(awaiting, report_of(job, self.now_s), self.now_s)
+                self.forecasts.first_token(awaiting, self.now_s)
+        for job in ended:
+            self.forecasts.turn_ended(job.ends_s - job.first_token_s)
+            session = self._sessions[job.session]
+            turn = session.plan.turns[session.next_turn]
+            session.next_turn += 1
+            if session.next_turn < len(session.plan.turns):
+                self._at(self.now_s + turn.think_s, "ask", session)
+
+    def _at(self, when_s: float, kind: str, what: object) -> None:
+        self._n_events += 1
+        heapq.heappush(self._events, (when_s, self._n_events, kind, what))
+
+
+def report_of(job: Job, now_s: float) -> common_pb2.PrefixReport:
+    """As a node tells it with the first token."""
+    return common_pb2.PrefixReport(
+        n_tokens=job.n_tokens, n_resident=job.n_resident, n_restored=job.n_restored, n_computed=job.n_computed,
+        queue_seconds=job.admitted_s - job.arrived_s, restore_seconds=job.restored_s - job.admitted_s,
+        prefill_seconds=now_s - job.restored_s,
+    )  # fmt: skip
+
+
+# The rules.
+
+
+def predicted(planner: Planner, asked: Asked) -> tuple[ModelBoard, Choice]:
+    """The coordinator's."""
+    request = RouteRequest(
+        session_id=f"s{asked.session}", n_tokens=asked.n_tokens, n_context=asked.n_tokens, fingerprint=FINGERPRINT
+    )
+    choice = route(planner.view(asked), request)
+    if choice.member is None:
+        raise AssertionError(choice.summary)
+    return planner.by_name[choice.member.node.node_id][0], choice
+
+
+def least_loaded(planner: Planner, asked: Asked) -> tuple[ModelBoard, None]:
+    """The node with the fewest turns."""
+    del asked
+    return min(planner.boards, key=lambda b: (b.n_turns, b.name)), None
+
+
+def sticky(planner: Planner, asked: Asked) -> tuple[ModelBoard, None]:
+    """A session stays where its first turn went, which was the least loaded node then."""
+    if asked.last_node:
+        return planner.by_name[asked.last_node][0], None
+    return least_loaded(planner, asked)
+
+
+def longest_prefix(planner: Planner, asked: Asked) -> tuple[ModelBoard, None]:
+    """The node that has most of it in memory, the least loaded among equals."""
+
+    def rank(board: ModelBoard) -> tuple[int, int, str]:
+        return -board.rows_for(asked.session, asked.system, asked.system_tokens), board.n_turns, board.name
+
+    return min(planner.boards, key=rank), None
+
+
+RULES: Final[dict[str, Rule]] = {
+    "predicted": predicted,
+    "sticky": sticky,
+    "longest prefix": longest_prefix,
+    "least loaded": least_loaded,
+}

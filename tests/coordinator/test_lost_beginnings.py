@@ -1,0 +1,90 @@
+"""A turn that became durable runs, whatever became of the call that began it. Found by the simulator."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from cluster_kit import Cluster, all_of, ids_of, resume_until_served, take_tokens, until
+from scripted_worker import Script
+
+from kvferry.coordinator.errors import RegistryUnavailable
+from kvferry.coordinator.sqlite_registry import SqliteRegistry
+from kvferry.proto.v1 import chat_pb2
+
+
+async def test_a_client_that_leaves_while_its_turn_becomes_durable_leaves_a_turn_that_runs(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.worker("a", Script())
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    writing, go_on = asyncio.Event(), asyncio.Event()
+    real = SqliteRegistry.begin_turn
+
+    async def slow_disk(self: SqliteRegistry, turn: object) -> None:
+        writing.set()
+        await go_on.wait()
+        await real(self, turn)
+
+    monkeypatch.setattr(SqliteRegistry, "begin_turn", slow_disk)
+    asking = asyncio.ensure_future(all_of(client.generate(session, turn_id="t")))
+    await writing.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await asyncio.sleep(0.1)  # the coordinator hears that the client is gone
+    go_on.set()
+
+    async def is_answered() -> bool:
+        return [t.n_answer_tokens for t in (await client.get(session)).turns] == [8]
+
+    await until(is_answered)
+
+
+async def test_a_turn_whose_beginning_failed_after_it_was_durable_is_taken_up_by_whoever_asks_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.worker("a", Script())
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    real = SqliteRegistry.begin_turn
+
+    async def commits_and_fails(self: SqliteRegistry, turn: object) -> None:
+        await real(self, turn)
+        raise RegistryUnavailable("the registry failed: disk I/O error")
+
+    monkeypatch.setattr(SqliteRegistry, "begin_turn", commits_and_fails)
+    with pytest.raises(Exception, match="disk I/O error"):
+        await all_of(client.generate(session, turn_id="t"))
+    assert (await client.get(session)).session.open_turn_id == "t"
+    events = await all_of(client.generate(session, turn_id="t"))
+    assert len(ids_of(events)) == 8
+    assert (await client.get(session)).session.open_turn_id == ""
+
+
+async def test_a_turn_given_up_after_a_restart_tells_its_end_to_who_had_more_of_it(cluster: Cluster) -> None:
+    worker = await cluster.worker("a", Script(token_seconds=0.01))
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    events = client.generate(session, turn_id="t", max_tokens=60)
+    first = await take_tokens(events, 20)
+    worker.script.token_seconds = 0.2  # after the restart it takes a while to get that far again
+    await cluster.restart()
+    await events.aclose()
+    resumed = client.resume(session, "t", from_index=len(first))
+    waiting = asyncio.ensure_future(anext(resumed))
+    await until(lambda: answered(client, session))
+    await client.stub.CancelTurn(chat_pb2.CancelTurnRequest(session_id=session, turn_id="t"))
+    await asyncio.gather(waiting, return_exceptions=True)
+    end = (await resume_until_served(client, session, len(first)))[-1]
+    assert end.HasField("finished")
+    assert end.finished.n_answer_tokens < len(first)
+
+
+async def answered(client: object, session: str) -> bool:
+    """The turn runs again."""
+    turns = (await client.get(session)).turns
+    return turns[0].state == chat_pb2.TURN_STATE_RUNNING
