@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from .running_node import RunningNode, running_node
+from .running_node import SABOTAGED, RunningNode, running_node
+
+_numbers = count(100)
 
 
 @pytest.fixture(scope="session")
@@ -16,17 +19,72 @@ def prompts(golden: Path) -> dict[str, list[int]]:
     return {name: prompt["input_ids"] for name, prompt in recorded["prompts"].items()}
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[RunningNode]:
-    """A node without a store, shared by the tests of a module: each uses sessions of its own."""
+@pytest.fixture
+def own() -> Callable[[list[int]], list[int]]:
+    """A prompt that begins like no other test's, so that nothing of theirs in memory or store is of use."""
+    number = next(_numbers)
+    return lambda prompt: [number, *prompt]
+
+
+@pytest.fixture
+def session() -> str:
+    """A session that no other test uses."""
+    return f"session-{next(_numbers)}"
+
+
+@pytest.fixture(scope="session")
+def shared_node(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[RunningNode]:
+    """See `node`."""
     folder = tmp_path_factory.mktemp("alone")
     with running_node(folder, smollm2_path, "--context", "2048", "--max-running", "4") as node:
         yield node
 
 
 @pytest.fixture
-def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that tells a node started with SABOTAGED what to do wrong; not there yet."""
-    path = tmp_path / "orders"
-    monkeypatch.setenv("KVFERRY_TEST_SABOTAGE", str(path))
-    return path
+def node(shared_node: RunningNode) -> RunningNode:
+    """A node without a store that all tests share, with nothing in memory."""
+    shared_node.drop_all()
+    return shared_node
+
+
+@pytest.fixture(scope="session")
+def shared_stored(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[RunningNode]:
+    """See `stored`."""
+    folder = tmp_path_factory.mktemp("stored")
+    flags = ("--store", str(folder / "store"), "--store-stall-seconds", "0.5", "--publish-every-tokens", "96")
+    with running_node(folder, smollm2_path, *flags, "--context", "2048", program=SABOTAGED) as node:
+        yield node
+
+
+@pytest.fixture
+def stored(shared_stored: RunningNode) -> Iterator[RunningNode]:
+    """A node with a store (in `store_of`) that all tests share, with nothing in memory; its store and its engine can be
+    made to misbehave."""
+    shared_stored.drop_all()
+    yield shared_stored
+    shared_stored.orders.unlink(missing_ok=True)
+    shared_stored.wait_for("load.store_ok and load.n_running + load.n_queued == 0")
+
+
+@pytest.fixture
+def store_of(stored: RunningNode) -> Path:
+    """The folder of `stored` for its model's snapshots."""
+    return stored.log_path.parent / "store" / stored.status().fingerprint
+
+
+@pytest.fixture(scope="session")
+def shared_small(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[RunningNode]:
+    """See `small`."""
+    folder = tmp_path_factory.mktemp("small")
+    flags = ("--store", str(folder / "store"), "--store-stall-seconds", "0.5", "--kv-memory", "20MiB")
+    with running_node(folder, smollm2_path, *flags, "--max-running", "1", program=SABOTAGED) as node:
+        yield node
+
+
+@pytest.fixture
+def small(shared_small: RunningNode) -> Iterator[RunningNode]:
+    """A node with a store, one turn at a time and room for 14 blocks of 32 rows, with nothing in memory."""
+    shared_small.drop_all()
+    yield shared_small
+    shared_small.orders.unlink(missing_ok=True)
+    shared_small.wait_for("load.store_ok and load.n_running + load.n_queued == 0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from kvferry.proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 KVFERRY = (sys.executable, "-c", "from kvferry.client.cli import main; main()")
 SABOTAGED = (sys.executable, str(Path(__file__).parent / "sabotaged_node.py"))
 START_SECONDS = 120.0  # the first start on a machine compiles the kernels
+TURN_SECONDS = 120.0
 
 _epochs = itertools.count(1)
 
@@ -70,6 +72,7 @@ class RunningNode:
     log_path: Path
     channel: grpc.Channel
     generation: int = 0  # of the coordinator we claim to be
+    orders: Path = Path()  # tells a sabotaged node what to do wrong
 
     @property
     def stub(self) -> worker_pb2_grpc.WorkerServiceStub:
@@ -98,11 +101,21 @@ class RunningNode:
             epoch=next(_epochs) if epoch is None else epoch,
             **fields,
         )
-        return self.stub.RunTurn(message, timeout=60)
+        return self.stub.RunTurn(message, timeout=TURN_SECONDS)
 
     def run_turn(self, tokens: Sequence[int], **request: object) -> Answer:
         """A turn to its end."""
         return Answer().take_all(self.start_turn(tokens, **request))
+
+    def drop(self, session: str = "s") -> None:
+        """Forget a session's rows."""
+        self.stub.DropSession(worker_pb2.DropSessionRequest(session_id=session), timeout=10)
+
+    def drop_all(self) -> None:
+        """Nothing that an earlier test left may be shared."""
+        for resident in self.status().resident:
+            self.drop(resident.session_id)
+        self.wait_for("not resident and load.n_running + load.n_queued == 0")
 
     def status(self) -> worker_pb2.GetNodeStatusResponse:
         """How it is."""
@@ -137,13 +150,14 @@ def running_node(
 ) -> Iterator[RunningNode]:
     """Start a node, wait until it serves, and kill it at the end."""
     folder.mkdir(parents=True, exist_ok=True)
-    ready_file, log_path = folder / "ready.json", folder / "log.txt"
+    ready_file, log_path, orders = folder / "ready.json", folder / "log.txt", folder / "orders"
     ready_file.unlink(missing_ok=True)
     command = node_command(model, "--node-id", folder.name, "--ready-file", str(ready_file), *flags)
     if program is not None:
         command[: len(KVFERRY)] = program
     with log_path.open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+        env = os.environ | {"KVFERRY_TEST_SABOTAGE": str(orders)}
+        process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=env)
     try:
         deadline = time.monotonic() + START_SECONDS
         while wait and not ready_file.exists():
@@ -152,7 +166,7 @@ def running_node(
             time.sleep(0.02)
         address = json.loads(ready_file.read_text())["address"] if wait else ""
         with grpc.insecure_channel(address, options=channel_options()) as channel:
-            yield RunningNode(process, address, log_path, channel)
+            yield RunningNode(process, address, log_path, channel, orders=orders)
     finally:
         process.kill()
         process.wait(10)

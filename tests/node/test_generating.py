@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 
 import grpc
 import pytest
@@ -18,22 +17,6 @@ Prompts = dict[str, list[int]]
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 WARM = common_pb2.SamplingSettings(temperature=0.8, top_p=0.95, seed=7)
-
-_numbers = count()
-
-
-@pytest.fixture
-def session() -> str:
-    """A session that no other test uses."""
-    return f"session-{next(_numbers)}"
-
-
-@pytest.fixture(autouse=True)
-def empty_memory(node: RunningNode) -> None:
-    """Nothing that an earlier test left may be shared."""
-    for resident in node.status().resident:
-        node.stub.DropSession(worker_pb2.DropSessionRequest(session_id=resident.session_id), timeout=10)
-    node.wait_for("not resident and load.n_running == 0")
 
 
 def test_an_answer_is_numbered_and_ends(node: RunningNode, prompts: Prompts, session: str) -> None:
@@ -59,7 +42,7 @@ def test_a_turn_goes_on_from_any_index_with_the_same_tokens(
     prompt = prompts["multi"]
     whole = node.run_turn(prompt, session=session, max_tokens=24, sampling=sampling, end_token_ids=[]).tokens
     for n_known in (1, 7, 23):
-        node.stub.DropSession(worker_pb2.DropSessionRequest(session_id=session), timeout=10)
+        node.drop(session)
         known = prompt + whole[:n_known]
         rest = node.run_turn(
             known, session=session, n_prompt_tokens=len(prompt), max_tokens=24, sampling=sampling, end_token_ids=[]
@@ -81,7 +64,7 @@ def test_the_next_turn_computes_only_what_is_new(node: RunningNode, prompts: Pro
     history = prompt + first
     second = node.run_turn([*history, 5, 6, 7], session=session, max_tokens=4)
     assert second.sources == (len(history) - 1, 0, 4)  # the last drawn token's row was never computed
-    node.stub.DropSession(worker_pb2.DropSessionRequest(session_id=session), timeout=10)
+    node.drop(session)
     assert node.run_turn([*history, 5, 6, 7], session=session, max_tokens=4).tokens == second.tokens
 
 
@@ -103,12 +86,50 @@ def test_another_sessions_prefix_is_used(node: RunningNode, prompts: Prompts, se
     assert {s.session_id for s in node.status().resident} == {session, f"{session}-other"}
 
 
+def test_turns_that_come_together_compute_their_common_beginning_once(
+    node: RunningNode, prompts: Prompts, session: str
+) -> None:
+    system, n_shared = prompts["long"][:200], 192  # 200 tokens are 6 whole blocks of 32 rows, and a part of one
+    questions = [[*system, 5 + i, 6, 7] for i in range(3)]
+    alone = []
+    for question in questions:
+        alone.append(node.run_turn(question, session=session, max_tokens=4).tokens)
+        node.drop(session)
+    n_before = node.status().load.rows_prefilled
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(node.run_turn, q, session=f"{session}-{q[200]}", max_tokens=4) for q in questions]
+        answers = [call.result() for call in calls]
+    assert [answer.tokens for answer in answers] == alone
+    assert node.status().load.rows_prefilled - n_before <= 203 + 2 * (203 - n_shared)
+    assert sorted(answer.sources[0] >= n_shared for answer in answers) == [False, True, True]
+    assert all(sum(answer.sources) == 203 for answer in answers)
+
+
+def test_an_urgent_turn_goes_before_those_that_wait(node: RunningNode, prompts: Prompts, session: str) -> None:
+    running = [
+        node.start_turn([9, i, *prompts["chat_en"]], session=f"{session}-{i}", max_tokens=1500, end_token_ids=[])
+        for i in range(4)
+    ]
+    node.wait_for("load.n_running == 4")
+    waiting = node.start_turn([7, *prompts["chat_en"]], session=f"{session}-waits", max_tokens=1)
+    node.wait_for("load.n_queued == 1")
+    urgent = node.start_turn([8, *prompts["chat_en"]], session=f"{session}-urgent", max_tokens=300, priority=1)
+    node.wait_for("load.n_queued == 2")
+    running[0].cancel()
+    _read_tokens(urgent, 1)
+    assert node.status().load.n_queued == 1
+    for call in (*running[1:], urgent):
+        call.cancel()
+    assert len(Answer().take_all(waiting).tokens) == 1
+
+
 def test_sessions_that_run_together_get_what_each_gets_alone(node: RunningNode, prompts: Prompts, session: str) -> None:
-    jobs = [(name, common_pb2.SamplingSettings(temperature=t, seed=3)) for name in prompts for t in (0.0, 0.9)]
-    alone = [_fresh(node, prompts[name], f"{session}-{i}", sampling) for i, (name, sampling) in enumerate(jobs)]
+    texts = {name: prompt[:160] for name, prompt in prompts.items()}
+    jobs = [(name, common_pb2.SamplingSettings(temperature=t, seed=3)) for name in texts for t in (0.0, 0.9)]
+    alone = [_fresh(node, texts[name], f"{session}-{i}", sampling) for i, (name, sampling) in enumerate(jobs)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         calls = [
-            pool.submit(_fresh, node, prompts[name], f"{session}-{i}", sampling)
+            pool.submit(_fresh, node, texts[name], f"{session}-{i}", sampling)
             for i, (name, sampling) in enumerate(jobs)
         ]
         together = [call.result() for call in calls]
@@ -117,7 +138,7 @@ def test_sessions_that_run_together_get_what_each_gets_alone(node: RunningNode, 
 
 def _fresh(node: RunningNode, prompt: list[int], session: str, sampling: common_pb2.SamplingSettings) -> list[int]:
     tokens = node.run_turn(prompt, session=session, max_tokens=12, sampling=sampling).tokens
-    node.stub.DropSession(worker_pb2.DropSessionRequest(session_id=session), timeout=10)
+    node.drop(session)
     return tokens
 
 
@@ -195,6 +216,7 @@ def test_a_higher_epoch_takes_the_session_over(node: RunningNode, prompts: Promp
         ({"tokens": [1], "max_tokens": 0}, "invalid_request", "max_tokens must be at least 1"),
         ({"tokens": [1] * 2048}, "prompt_too_long", "leaves no room for an answer in the context of 2048"),
         ({"tokens": [1] * 3000, "n_prompt_tokens": 5}, "prompt_too_long", "3000 tokens do not fit"),
+        ({"tokens": [1], "priority": 101}, "invalid_request", "priority is 101"),
         ({"tokens": [1], "session": ""}, "invalid_request", "session_id must have 1 to 256 bytes"),
         ({"tokens": [1], "turn_id": "x" * 257}, "invalid_request", "turn_id"),
         ({"tokens": [1], "sampling": common_pb2.SamplingSettings(temperature=-1)}, "invalid_sampling", "temperature"),
@@ -239,22 +261,22 @@ def test_more_turns_than_may_wait_are_refused_at_once(node: RunningNode, prompts
 
 def test_a_long_prompt_does_not_hold_up_the_others(node: RunningNode, prompts: Prompts, session: str) -> None:
     call = node.start_turn(prompts["chat_en"], session=session, max_tokens=1500, end_token_ids=[])
-    _read_tokens(call, 3)
+    _read_tokens(call, 20)
     n_before = node.status().load.tokens_generated
-    long = node.run_turn((prompts["long"] * 3)[:2000], session=f"{session}-long", max_tokens=1)
-    assert long.sources[2] > 1900
-    assert node.status().load.tokens_generated - n_before >= 1900 // 64  # one for each chunk of the prefill
+    long = node.run_turn([5, *prompts["long"]], session=f"{session}-long", max_tokens=1)
+    assert long.sources[2] == 769
+    assert node.status().load.tokens_generated - n_before >= 8  # it went on all the while, in chunk after chunk
     call.cancel()
 
 
 def test_the_loop_answers_while_the_engine_works(node: RunningNode, prompts: Prompts, session: str) -> None:
-    call = node.start_turn((prompts["long"] * 3)[:2000], session=session, max_tokens=1)
+    call = node.start_turn(prompts["long"], session=session, max_tokens=1)
     node.wait_for("load.n_running == 1")
     answers_in_step: Counter[int] = Counter()
     while (load := node.status().load).n_running:
         answers_in_step[load.engine_steps] += 1
-    assert max(answers_in_step.values()) >= 3  # several answers within one forward pass of 256 rows
-    assert Answer().take_all(call).sources[2] > 1900
+    assert max(answers_in_step.values()) >= 3  # several answers within one forward pass
+    assert Answer().take_all(call).sources[2] == 768
 
 
 def _read_tokens(call: grpc.CallIterator[worker_pb2.RunTurnResponse], n: int, answer: Answer | None = None) -> Answer:

@@ -6,6 +6,8 @@ import json
 import signal
 import socket
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -21,6 +23,7 @@ from kvferry.proto.v1 import worker_pb2
 from .running_node import SABOTAGED, Answer, RunningNode, error_of, node_command, running_node
 
 Prompts = dict[str, list[int]]
+Own = Callable[[list[int]], list[int]]
 SERVICE = "kvferry.v1.WorkerService"
 
 
@@ -34,42 +37,45 @@ def test_health_and_reflection_are_the_standard_ones(node: RunningNode) -> None:
     assert SERVICE in {service.name for service in answer.list_services_response.service}
 
 
-def test_it_says_not_serving_once_it_drains(tmp_path: Path, smollm2_path: Path) -> None:
-    with running_node(tmp_path / "n", smollm2_path) as node:
-        node.stub.Drain(worker_pb2.DrainRequest(), timeout=10)
-        health = health_pb2_grpc.HealthStub(node.channel)
-        answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5)
-        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        again = node.stub.Drain(worker_pb2.DrainRequest(), timeout=10)
-        assert again.n_turns_moved == 0
-
-
-def test_while_it_loads_it_listens_and_says_so(tmp_path: Path, smollm2_path: Path) -> None:
+def test_a_life_from_loading_to_drained(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = ("--listen", f"127.0.0.1:{port}")
+    flags = ("--listen", f"127.0.0.1:{port}", "--log-level", "debug")
     with (
-        running_node(tmp_path / "n", smollm2_path, *flags, wait=False) as node,
+        running_node(tmp_path / "n", smollm2_path, *flags, wait=False) as process,
         grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         grpc.channel_ready_future(channel).result(20)
         health = health_pb2_grpc.HealthStub(channel)
         seen = [health.Check(health_pb2.HealthCheckRequest(), timeout=5).status]
-        started = RunningNode(node.process, "", node.log_path, channel)
+        node = RunningNode(process.process, "", process.log_path, channel)
         with pytest.raises(grpc.RpcError) as caught:
-            started.run_turn([1])
+            node.run_turn([1])
         assert error_of(caught.value)[:2] == ("UNAVAILABLE", "starting")
         while seen[-1] != health_pb2.HealthCheckResponse.SERVING:
             seen.append(health.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
+            time.sleep(0.05)
         assert seen[0] == health_pb2.HealthCheckResponse.NOT_SERVING
-        started.run_turn([1], max_tokens=1)
+
+        canary = [31415, 27182, 31415, 27182]
+        node.run_turn([*prompts["chat_en"], *canary], max_tokens=4)
+
+        node.stub.Drain(worker_pb2.DrainRequest(), timeout=10)
+        answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        again = node.stub.Drain(worker_pb2.DrainRequest(), timeout=10)
+        assert again.n_turns_moved == 0
+
+        assert node.stop() == 0
+        assert "31415" not in node.log  # no token and no text is logged
+        assert "27182" not in node.log
 
 
-def test_the_ready_file_says_where_it_serves(tmp_path: Path, smollm2_path: Path) -> None:
-    with running_node(tmp_path / "n", smollm2_path) as node:
-        ready = json.loads((tmp_path / "n" / "ready.json").read_text())
-        assert ready == {"address": node.address, "pid": node.process.pid, "node_id": "n"}
+def test_the_ready_file_says_where_it_serves(node: RunningNode) -> None:
+    folder = node.log_path.parent
+    ready = json.loads((folder / "ready.json").read_text())
+    assert ready == {"address": node.address, "pid": node.process.pid, "node_id": folder.name}
 
 
 def test_a_port_in_use_is_one_sentence(node: RunningNode, smollm2_path: Path) -> None:
@@ -124,19 +130,10 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, smollm2_path: Path) -> 
         assert node.process.returncode in {0, -signal.SIGTERM, 128 + signal.SIGTERM}
 
 
-def test_no_token_and_no_text_is_logged(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
-    with running_node(tmp_path / "n", smollm2_path, "--log-level", "debug") as node:
-        canary = [31415, 27182, 31415, 27182]
-        node.run_turn([*prompts["chat_en"], *canary], max_tokens=4)
-        assert node.stop() == 0
-        assert "31415" not in node.log
-        assert "27182" not in node.log
-
-
 def test_status_shows_a_node_to_a_person(node: RunningNode) -> None:
     result = CliRunner().invoke(node_group, ["status", node.address])
     assert result.exit_code == 0
-    for words in (node.status().node_id, "serving", "fingerprint", "K/V memory"):
+    for words in (node.status().node_id, "serving", "fingerprint", "K/V memory", "event loop"):
         assert words in result.output
 
 
@@ -145,19 +142,20 @@ def test_status_of_nobody_is_one_sentence() -> None:
     assert isinstance(result.exception, NodeUnreachable)
 
 
-def test_an_engine_that_hangs_is_seen_from_outside(
-    tmp_path: Path, smollm2_path: Path, prompts: Prompts, orders: Path
-) -> None:
+def test_an_engine_that_hangs_is_seen_from_outside(stored: RunningNode, prompts: Prompts, own: Own) -> None:
+    assert stored.status().load.stalled_seconds == 0
+    stored.orders.write_text("hang")
+    call = stored.start_turn(own(prompts["chat_en"]), max_tokens=4, end_token_ids=[])
+    stalled = stored.wait_for("load.stalled_seconds > 0.5").load
+    assert stalled.n_running + stalled.n_queued == 1
+    stored.orders.unlink()
+    assert len(Answer().take_all(call).tokens) == 4
+    stored.wait_for("load.stalled_seconds == 0")
+
+
+def test_an_engine_that_hangs_does_not_hold_up_the_end(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
     with running_node(tmp_path / "n", smollm2_path, "--drain-timeout-seconds", "1", program=SABOTAGED) as node:
-        assert node.status().load.stalled_seconds == 0
-        orders.write_text("hang")
-        call = node.start_turn(prompts["chat_en"], max_tokens=4)
-        stalled = node.wait_for("load.stalled_seconds > 0.5").load
-        assert stalled.n_running + stalled.n_queued == 1
-        orders.unlink()
-        assert len(Answer().take_all(call).tokens) == 4
-        node.wait_for("load.stalled_seconds == 0")
-        orders.write_text("hang")
+        node.orders.write_text("hang")
         call = node.start_turn(prompts["chat_en"], session="other", max_tokens=4)
         node.wait_for("load.stalled_seconds > 0.1")
         assert node.stop(seconds=20) == 0  # the hung thread is left behind
@@ -165,10 +163,10 @@ def test_an_engine_that_hangs_is_seen_from_outside(
 
 
 def test_an_engine_that_fails_ends_the_node_and_tells_its_turns(
-    tmp_path: Path, smollm2_path: Path, prompts: Prompts, orders: Path
+    tmp_path: Path, smollm2_path: Path, prompts: Prompts
 ) -> None:
     with running_node(tmp_path / "n", smollm2_path, program=SABOTAGED) as node:
-        orders.write_text("fail")
+        node.orders.write_text("fail")
         with pytest.raises(grpc.RpcError) as caught:
             node.run_turn(prompts["chat_en"], max_tokens=4)
         assert error_of(caught.value)[:2] == ("INTERNAL", "internal")

@@ -16,7 +16,7 @@ from .standin_coordinator import StandInCoordinator
 Prompts = dict[str, list[int]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def coordinator() -> Iterator[StandInCoordinator]:
     """A stand-in with a lease of one second."""
     coordinator = StandInCoordinator()
@@ -24,33 +24,49 @@ def coordinator() -> Iterator[StandInCoordinator]:
     coordinator.stop()
 
 
-@pytest.fixture
-def member(tmp_path: Path, smollm2_path: Path, coordinator: StandInCoordinator) -> Iterator[RunningNode]:
-    """A node that joined."""
-    flags = ("--coordinator", coordinator.address, "--store", str(tmp_path / "store"), "--context", "2048")
-    with running_node(tmp_path / "member", smollm2_path, *flags) as node:
-        coordinator.wait_for("registered")
-        node.generation = coordinator.generation
+@pytest.fixture(scope="module")
+def shared_member(
+    tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path, coordinator: StandInCoordinator
+) -> Iterator[RunningNode]:
+    """See `member`."""
+    folder = tmp_path_factory.mktemp("member")
+    flags = ("--coordinator", coordinator.address, "--store", str(folder / "store"), "--context", "2048")
+    with running_node(folder, smollm2_path, *flags) as node:
         yield node
+
+
+@pytest.fixture
+def member(shared_member: RunningNode, coordinator: StandInCoordinator) -> RunningNode:
+    """A node that is a member, with nothing in memory."""
+    coordinator.generation += 10  # whatever an earlier test claimed, this is who is obeyed
+    coordinator.silent = coordinator.forget = False
+    n_beats = len(coordinator.heartbeats)
+    coordinator.wait_for(f"registered and len(heartbeats) > {n_beats + 1}")
+    shared_member.generation = coordinator.generation
+    shared_member.drop_all()
+    return shared_member
 
 
 def test_a_node_says_who_it_is_and_how_it_is(
     coordinator: StandInCoordinator, member: RunningNode, prompts: Prompts
 ) -> None:
-    (hello,) = coordinator.registered
+    hello = coordinator.registered[0]
     status = member.status()
-    assert (hello.node_id, hello.address, hello.fingerprint) == ("member", member.address, status.fingerprint)
+    assert (hello.node_id, hello.address) == (member.log_path.parent.name, member.address)
+    assert hello.fingerprint == status.fingerprint
     assert (hello.vocabulary_size, hello.context_length, hello.max_running) == (49152, 2048, 8)
     assert hello.geometry == status.geometry
     assert len(hello.boot_id) >= 16
     assert hello.tokenizer_digest
+    n_before = len(coordinator.heartbeats)
+    n_drawn_before = status.load.tokens_generated
     member.run_turn(prompts["multi"], session="told", max_tokens=4, end_token_ids=[])
-    coordinator.wait_for("any(beat.published for beat in heartbeats)")
-    published = [snapshot for beat in coordinator.heartbeats for snapshot in beat.published]
+    coordinator.wait_for(f"any(beat.published for beat in heartbeats[{n_before}:])")
+    published = [snapshot for beat in coordinator.heartbeats[n_before:] for snapshot in beat.published]
     assert [(s.n_tokens, s.fingerprint) for s in published] == [(len(prompts["multi"]) + 3, hello.fingerprint)]
     last = coordinator.heartbeats[-1]
     assert {s.session_id: s.n_tokens for s in last.resident} == {"told": len(prompts["multi"]) + 3}
-    assert last.load.tokens_generated == 4
+    assert last.load.tokens_generated - n_drawn_before == 4
     assert last.boot_id == hello.boot_id
     n_beats = len(coordinator.heartbeats)
     coordinator.wait_for(f"len(heartbeats) > {n_beats + 2}")
@@ -78,9 +94,10 @@ def test_a_node_that_is_not_heard_stops_its_turns_and_keeps_their_rows(
 
 
 def test_a_node_joins_again_when_it_is_asked_to(coordinator: StandInCoordinator, member: RunningNode) -> None:
+    n_before = len(coordinator.registered)
     coordinator.forget = True
-    coordinator.wait_for("len(registered) == 2")
-    assert coordinator.registered[0].boot_id == coordinator.registered[1].boot_id
+    coordinator.wait_for(f"len(registered) == {n_before + 1}")
+    assert coordinator.registered[0].boot_id == coordinator.registered[-1].boot_id
 
 
 def test_a_node_serves_before_its_coordinator_is_there_and_finds_it(
@@ -102,20 +119,34 @@ def test_a_node_serves_before_its_coordinator_is_there_and_finds_it(
 def test_an_older_coordinator_is_not_obeyed(
     coordinator: StandInCoordinator, member: RunningNode, prompts: Prompts
 ) -> None:
-    member.run_turn(prompts["chat_en"], max_tokens=1, coordinator_generation=4)
+    newer = coordinator.generation + 3
+    member.run_turn(prompts["chat_en"], max_tokens=1, coordinator_generation=newer)
     with pytest.raises(grpc.RpcError) as caught:
-        member.run_turn(prompts["chat_en"], max_tokens=1, coordinator_generation=3)
+        member.run_turn(prompts["chat_en"], max_tokens=1, coordinator_generation=newer - 1)
     assert error_of(caught.value)[:2] == ("FAILED_PRECONDITION", "stale_coordinator")
-    # the stand-in answers heartbeats with generation 1, which renews nothing: the lease ends
-    call = member.start_turn(prompts["chat_en"], max_tokens=1900, end_token_ids=[], coordinator_generation=4)
+    # the stand-in answers heartbeats with the generation that it had, which renews nothing: the lease ends
+    call = member.start_turn(prompts["chat_en"], max_tokens=1900, end_token_ids=[], coordinator_generation=newer)
     with pytest.raises(grpc.RpcError) as caught:
         Answer().take_all(call)
     assert error_of(caught.value)[1] == "lease_lost"
 
 
+@pytest.fixture
+def leaver(tmp_path: Path, smollm2_path: Path) -> Iterator[tuple[StandInCoordinator, RunningNode]]:
+    """A coordinator and a member that may be drained."""
+    coordinator = StandInCoordinator()
+    flags = ("--coordinator", coordinator.address, "--store", str(tmp_path / "store"), "--context", "2048")
+    with running_node(tmp_path / "leaver", smollm2_path, *flags) as node:
+        coordinator.wait_for("registered")
+        node.generation = coordinator.generation
+        yield coordinator, node
+    coordinator.stop()
+
+
 def test_a_drained_node_lets_go_of_everything(
-    tmp_path: Path, coordinator: StandInCoordinator, member: RunningNode, prompts: Prompts
+    tmp_path: Path, smollm2_path: Path, leaver: tuple[StandInCoordinator, RunningNode], prompts: Prompts
 ) -> None:
+    coordinator, member = leaver
     member.run_turn(prompts["multi"], session="idle", max_tokens=2)
     call = member.start_turn(prompts["chat_en"], session="running", max_tokens=1900, end_token_ids=[])
     answer = Answer()
@@ -132,7 +163,7 @@ def test_a_drained_node_lets_go_of_everything(
     assert len(coordinator.deregistered) == 1
     assert member.status().draining
     following = prompts["chat_en"] + answer.tokens
-    with running_node(tmp_path / "other", Path(member.process.args[6]), "--store", str(tmp_path / "store")) as other:
+    with running_node(tmp_path / "other", smollm2_path, "--store", str(tmp_path / "store")) as other:
         moved = other.run_turn(
             following,
             session="running",
@@ -144,12 +175,10 @@ def test_a_drained_node_lets_go_of_everything(
     assert member.stop() == 0
 
 
-def test_a_long_drain_does_not_hold_up_the_end(
-    tmp_path: Path, smollm2_path: Path, prompts: Prompts, orders: Path
-) -> None:
-    orders.write_text("publish")
+def test_a_long_drain_does_not_hold_up_the_end(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
     flags = ("--store", str(tmp_path / "store"), "--drain-timeout-seconds", "1")
     with running_node(tmp_path / "n", smollm2_path, *flags, program=SABOTAGED) as node:
+        node.orders.write_text("publish")
         node.run_turn(prompts["chat_en"], max_tokens=1)
         drain = node.stub.Drain.future(worker_pb2.DrainRequest(timeout_seconds=600), timeout=600)
         node.wait_for("status.draining")

@@ -1,4 +1,4 @@
-"""Sessions in a real pool, saved through the real I/O thread into a real store."""
+"""Sessions in a real pool, saved through the real I/O threads into a real store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvferry.engine.kv_cache import KvGeometry, KvPool, KvSequence
-from kvferry.node.io_thread import IoThread
+from kvferry.node.io_threads import IoThreads
 from kvferry.node.load import Totals
 from kvferry.node.memory import RowMemory
 from kvferry.node.messages import PublishDone, RestoreDone
@@ -38,7 +38,7 @@ class Kit:
         self.pool = KvPool(SHAPE, n_blocks * SHAPE.block_bytes)
         self.store = SnapshotStore(root, "f" * 32, geometry.KvGeometry(N_LAYERS, 1, KV_DIM), 1000, 1 << 30, 100, "n")
         self.answers: queue.Queue[RestoreDone | PublishDone] = queue.Queue()
-        self.io = IoThread(
+        self.io = IoThreads(
             open_store=lambda: self.store, new_sequence=self.new_sequence, deliver=self.answers.put, stall_seconds=5.0
         )
         self.io.start()

@@ -1,0 +1,132 @@
+"""What reliability.md promises of a node under load (25, 26, 28), on a real process."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from kvferry.proto.v1 import worker_pb2
+
+from .running_node import Answer, RunningNode, error_of, running_node
+
+Prompts = dict[str, list[int]]
+Own = Callable[[list[int]], list[int]]
+
+REJECTION_SECONDS = 0.1
+LAG_P99_SECONDS, LAG_MAX_SECONDS = 0.02, 0.1
+MIB = 1 << 20
+
+
+@contextmanager
+def machine_noise() -> Iterator[list[float]]:
+    """How late a thread that only sleeps wakes meanwhile: whatever else the machine has to do is not the node's
+    fault."""
+    lags: list[float] = [0.0]
+    ended = threading.Event()
+
+    def measure() -> None:
+        while not ended.is_set():
+            due = time.monotonic() + 0.005
+            time.sleep(0.005)
+            lags.append(time.monotonic() - due)
+
+    thread = threading.Thread(target=measure)
+    thread.start()
+    yield lags
+    ended.set()
+    thread.join()
+    lags.sort()
+
+
+def test_28_the_event_loop_is_never_blocked(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
+    """Prefill, restore, save and decode at once."""
+    flags = ("--store", str(tmp_path / "store"), "--context", "2048", "--kv-memory", "512MiB")
+    long = prompts["long"]
+    with running_node(tmp_path / "n", smollm2_path, *flags) as node:
+        node.run_turn([1, *long], session="saved", max_tokens=1)
+        node.wait_for("load.snapshots_published == 1")
+        decoding = [
+            node.start_turn([2, i, *prompts["chat_en"]], session=f"decoding-{i}", max_tokens=1900, end_token_ids=[])
+            for i in range(2)
+        ]
+        with machine_noise() as noise, ThreadPoolExecutor(3) as pool:
+            prefills = [pool.submit(node.run_turn, [3, *long], session="prefilled", max_tokens=1)]
+            while not prefills[0].done():
+                node.drop("saved")
+                restored = node.run_turn([1, *long], session="saved", max_tokens=1)
+                assert restored.sources == (0, len(long), 1)
+                node.stub.SaveSession(worker_pb2.SaveSessionRequest(session_id="decoding-0"), timeout=60)
+            assert prefills[0].result().sources == (0, 0, 1 + len(long))
+        process = node.status().process
+        for call in decoding:
+            call.cancel()
+    assert process.n_loop_lag_samples > 50
+    p99, largest = noise[int(0.99 * (len(noise) - 1))], noise[-1]
+    assert process.loop_lag_p99_seconds <= LAG_P99_SECONDS + 2 * p99
+    assert process.loop_lag_max_seconds <= LAG_MAX_SECONDS + 2 * largest
+
+
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.slow)])
+def test_25_a_full_queue_says_so_at_once(node: RunningNode, prompts: Prompts, session: str, seconds: float) -> None:
+    """Ten times as many as may run and wait, over and over."""
+    admitted = [
+        node.start_turn([4, i, *prompts["chat_en"]], session=f"{session}-{i}", max_tokens=1900, end_token_ids=[])
+        for i in range(4 + 32)
+    ]
+    node.wait_for("load.n_running == 4 and load.n_queued == 32")
+    process = psutil.Process(node.process.pid)
+    rss_before, ends_at = process.memory_info().rss, time.monotonic() + seconds
+    waits: list[float] = []
+    with machine_noise() as noise:
+        while time.monotonic() < ends_at or len(waits) < 360:
+            began_at = time.monotonic()
+            with pytest.raises(grpc.RpcError) as caught:
+                node.run_turn(prompts["chat_en"], session=f"{session}-more")
+            waits.append(time.monotonic() - began_at)
+            assert error_of(caught.value)[:2] == ("RESOURCE_EXHAUSTED", "queue_full")
+            assert ("retry-after-ms", "1000") in tuple(caught.value.trailing_metadata())
+    rss_after = process.memory_info().rss
+    for call in admitted:
+        call.cancel()
+    waits.sort()
+    assert waits[int(0.99 * (len(waits) - 1))] <= REJECTION_SECONDS + 2 * noise[int(0.99 * (len(noise) - 1))]
+    assert rss_after - rss_before <= 50 * MIB
+
+
+@pytest.mark.parametrize("n_calls", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_26_a_client_that_goes_away_leaves_nothing_behind(
+    stored: RunningNode, prompts: Prompts, own: Own, n_calls: int
+) -> None:
+    """At a random moment: before it is heard, in the queue, in the restore, in the prefill, in the answer."""
+    chosen = random.Random(1)
+    process = psutil.Process(stored.process.pid)
+    stored.run_turn(own(prompts["chat_en"]), session="first", max_tokens=2)
+    stored.drop_all()
+    before, n_fds = stored.wait_for("load.kv_bytes_used == 0").process, process.num_fds()
+    pending: list[tuple[float, grpc.Call]] = []
+    for number in range(n_calls):
+        prompt = [number + 1, *prompts[chosen.choice(["chat_en", "multi", "code"])]]
+        call = stored.start_turn(prompt, session=f"gone-{number}", max_tokens=200, end_token_ids=[])
+        pending.append((time.monotonic() + chosen.uniform(0.0, 0.4), call))
+        while pending and (len(pending) >= 30 or pending[0][0] < time.monotonic()):
+            due, oldest = pending.pop(0)
+            time.sleep(max(due - time.monotonic(), 0.0))
+            oldest.cancel()
+    for _, call in pending:
+        call.cancel()
+    stored.wait_for("load.n_running == 0 and load.n_queued == 0 and status.process.n_open_turns == 0")
+    stored.drop_all()
+    stored.wait_for("load.kv_bytes_used == 0", seconds=60)  # saves that were under way have ended
+    after = stored.wait_for(f"status.process.n_tasks <= {before.n_tasks}").process
+    assert after.n_open_turns == 0
+    assert process.num_fds() <= n_fds
+    assert len(Answer().take_all(stored.start_turn([1, 2, 3], session="after", max_tokens=3)).tokens) >= 1
