@@ -35,7 +35,7 @@ from kvferry.coordinator.transport import GrpcTransport
 from kvferry.coordinator.turn import TurnPolicy
 from kvferry.coordinator.turn_runner import Surroundings
 from kvferry.coordinator.turns import Turns
-from kvferry.engine.files.gguf_file import open_gguf
+from kvferry.engine.files.open_model import open_model
 from kvferry.engine.files.resolve import resolve_model
 from kvferry.engine.text.model import TextModel
 from kvferry.proto.channel import server_options
@@ -62,9 +62,9 @@ class LoadedModel:
 
     @classmethod
     def load(cls, name_or_path: str) -> LoadedModel:
-        """Raises what ``resolve_model``, ``open_gguf`` and ``TextModel.load`` raise: each one sentence."""
+        """Raises what ``resolve_model``, ``open_model`` and ``TextModel.load`` raise: each one sentence."""
         path = resolve_model(name_or_path)
-        return cls(text=TextModel.load(path), context_length=open_gguf(path).config.context_length)
+        return cls(text=TextModel.load(path), context_length=open_model(path).config.context_length)
 
 
 async def run(settings: CoordinatorSettings) -> None:

@@ -13,6 +13,7 @@ from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.errors import ContextExceeded, InvalidTokens
 from kvferry.engine.files.open_model import open_model
 from kvferry.engine.kv_cache import KvGeometry, KvSequence
+from kvferry.engine.packing import Quant
 from kvferry.engine.reference import ReferenceModel
 
 _F32 = NDArray[np.float32]
@@ -33,9 +34,11 @@ class Score:
     greedy_ids: NDArray[np.int32]
 
 
-def score(path: Path, token_ids: NDArray[np.int32], *, chunk: int, n_threads: int, n_greedy: int) -> Score:
+def score(
+    path: Path, token_ids: NDArray[np.int32], *, chunk: int, n_threads: int, n_greedy: int, quant: Quant
+) -> Score:
     """Run the engine over the text, ``chunk`` tokens at a time. Raises as Engine does."""
-    engine = Engine.load(path, _options(path, len(token_ids) + n_greedy, n_threads))
+    engine = Engine.load(path, _options(path, len(token_ids) + n_greedy, n_threads, quant))
     try:
         sequence = engine.new_sequence()
         logits = np.concatenate(
@@ -62,11 +65,11 @@ def score_reference(path: Path, token_ids: NDArray[np.int32], *, n_greedy: int) 
     return Score(output.logits, output.k, output.v, output.greedy_ids)
 
 
-def _options(path: Path, n_tokens: int, n_threads: int) -> EngineOptions:
+def _options(path: Path, n_tokens: int, n_threads: int, quant: Quant) -> EngineOptions:
     config = open_model(path).config
     geometry = KvGeometry(config.n_layers, config.n_kv_heads, config.head_dim)
     n_blocks = -(-n_tokens // geometry.block_size) + _SPARE_BLOCKS
-    return EngineOptions(n_threads=n_threads, kv_bytes=n_blocks * geometry.block_bytes)
+    return EngineOptions(n_threads=n_threads, kv_bytes=n_blocks * geometry.block_bytes, quant=quant)
 
 
 def _check(token_ids: NDArray[np.int32], vocab_size: int) -> None:

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvferry.engine.errors import InvalidTokens
 from kvferry.engine.files.resolve import resolve_model
+from kvferry.engine.packing import Quant
 from kvferry.engine.score import DEFAULT_CHUNK, score_reference
 from kvferry.engine.score import score as score_tokens
 
@@ -23,10 +24,20 @@ from kvferry.engine.score import score as score_tokens
 @click.option("--chunk", default=DEFAULT_CHUNK, type=click.IntRange(1), help="Tokens per step of the engine.")
 @click.option("--threads", default=1, type=click.IntRange(1), help="Threads of the engine.")
 @click.option("--kv", default="f32", type=click.Choice(["f32"]), help="What the KV cache stores.")
+@click.option("--quant", default="q8", type=click.Choice(["q8", "q4"]), help="What float weights become.")
 @click.option("--reference", is_flag=True, help="Run the slow float path instead of the engine.")
 @click.option("--greedy", default=0, type=click.IntRange(0), help="Tokens to continue with, largest logit first.")
 def score(
-    *, model: str, source: Path, output: Path, chunk: int, threads: int, kv: str, reference: bool, greedy: int
+    *,
+    model: str,
+    source: Path,
+    output: Path,
+    chunk: int,
+    threads: int,
+    kv: str,
+    quant: Quant,
+    reference: bool,
+    greedy: int,
 ) -> None:
     """Run a model over given tokens and write what it computed.
 
@@ -39,7 +50,7 @@ def score(
     if reference:
         result = score_reference(path, token_ids, n_greedy=greedy)
     else:
-        result = score_tokens(path, token_ids, chunk=chunk, n_threads=threads, n_greedy=greedy)
+        result = score_tokens(path, token_ids, chunk=chunk, n_threads=threads, n_greedy=greedy, quant=quant)
     tensors = {"logits": result.logits, "k": result.k, "v": result.v, "greedy_ids": result.greedy_ids}
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, output)
 

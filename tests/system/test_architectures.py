@@ -1,0 +1,61 @@
+"""A session on each kind of model outlives the node that answers it, to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvferry.client.sdk import Client, Sampling
+from kvferry.drills.cluster import LocalCluster
+from kvferry.drills.conversation import TurnRequest, hold_turn
+
+from .rig import Control, Strike, options, placed_on
+
+N_TOKENS = 700  # a model this small answers faster than a signal arrives
+N_TOKENIZER = 1024
+
+
+def chat_folder(recorded_model: Path, tokenizer: Path, folder: Path) -> Path:
+    """A recorded model with a tokenizer beside it; a smaller vocabulary is filled up with random rows."""
+    shutil.copytree(recorded_model, folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / name, folder / name)
+    config = json.loads((folder / "config.json").read_text())
+    missing = N_TOKENIZER - config["vocab_size"]
+    if missing:
+        random = np.random.default_rng(4)
+        tensors = load_file(folder / "model.safetensors")
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            if name in tensors:
+                rows = tensors[name]
+                more = random.standard_normal((missing, rows.shape[1])).astype(np.float32) * rows.std()
+                tensors[name] = np.concatenate([rows, more])
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": N_TOKENIZER}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["qwen2_bias_f32", "qwen3_tied_bf16", "qwen3moe_mixed_f32"])
+def test_killed_mid_answer_nothing_is_lost_twice_or_different(
+    name: str, recorded: Callable[[str], Path], golden: Path, tmp_path: Path
+) -> None:
+    folder = chat_folder(recorded(name) / "model", golden / "tokenizer_qwen_tiny", tmp_path / "model")
+    settings = options(str(folder), tmp_path / "cluster", n_nodes=2, kv_memory="64MiB", context=1024)
+    with LocalCluster(settings) as cluster, Client(cluster.address) as client:
+        control = Control(cluster)
+        asked = (TurnRequest(f"Tell me a story, {i}.", N_TOKENS, Sampling(temperature=0.8, seed=i)) for i in range(40))
+        turn = next(turn for turn in asked if len(control.answer(turn).received) == N_TOKENS)
+        strike = Strike(10, cluster.kill_node)
+        session = client.create_session()
+        log = hold_turn(session, turn, strike)
+        assert strike.done
+        control.assert_same([turn], [log.record], session)
+        assert len(set(placed_on(log))) == 2
