@@ -22,7 +22,7 @@ from kvferry.engine.kernels.intrinsics import ISA
 from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, activation_row_bytes
 from kvferry.engine.kernels.linear import UNIT_ROWS
 from kvferry.engine.kernels.version import NUMERICS_VERSION
-from kvferry.engine.kv_cache import KvGeometry, KvPool, KvSequence
+from kvferry.engine.kv_cache import KvGeometry, KvKind, KvPool, KvSequence
 from kvferry.engine.mrope import mrope_rows
 from kvferry.engine.packing import PackedModel, Quant, aligned_empty, pack_model, whole_blocks
 from kvferry.engine.text.model import TextModel
@@ -30,20 +30,19 @@ from kvferry.engine.threads import WorkerThreads, new_control
 
 _F32 = NDArray[np.float32]
 
-KV_KIND: Final = "f32"
-
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """``n_threads`` of a step; ``kv_bytes`` of KV memory; ``max_batch_rows`` that one pass takes (more are cut into
     several); ``context_length`` in tokens, at most (and by default) the model's own; ``quant``: what weights become
-    that the kernels cannot take as they are stored."""
+    that the kernels cannot take as they are stored; ``kv``: what the cache stores."""
 
     n_threads: int
     kv_bytes: int
     max_batch_rows: int = 512
     context_length: int | None = None
     quant: Quant = "q8"
+    kv: KvKind = KvKind.F32
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Engine:
         self.kernel_path: Final = ISA.name
         self.n_threads: Final = options.n_threads
         self.context_length: Final = _context_length(config, options)
-        self.geometry: Final = KvGeometry(config.n_layers, config.n_kv_heads, config.head_dim)
+        self.geometry: Final = KvGeometry(config.n_layers, config.n_kv_heads, config.head_dim, kind=options.kv)
         self.pool: Final = KvPool(self.geometry, options.kv_bytes)
         self.max_batch_rows: Final = options.max_batch_rows
         self._packed = packed
@@ -103,7 +102,7 @@ class Engine:
         """
         file = open_model(path)
         packed = pack_model(file, _context_length(file.config, options), options.quant)
-        engine = cls(packed, options, _fingerprint(file, packed.recipe))
+        engine = cls(packed, options, _fingerprint(file, packed.recipe, options.kv))
         engine._warm_up()
         return engine
 
@@ -174,13 +173,13 @@ def _context_length(config: ModelConfig, options: EngineOptions) -> int:
     return min(options.context_length, config.context_length)
 
 
-def _fingerprint(file: ModelFile, recipe: str) -> str:
+def _fingerprint(file: ModelFile, recipe: str, kv: KvKind) -> str:
     return fingerprint(
         weights_sha256=file.weights_sha256(),
         config=file.config,
         quant_recipe=recipe,
         tokenizer_digest=_tokenizer_digest(file.path),
-        kv_kind=KV_KIND,
+        kv_kind=kv.value,
         numerics_version=NUMERICS_VERSION,
     )
 
@@ -292,6 +291,7 @@ class _Workspace:
         self.record["gated_at"] = self._take(rows * activation_row_bytes(whole_blocks(config.ffn_size)))
         self._take_for_experts(config, rows)
         self.record["kv_pool_at"] = pool.tiles.ctypes.data
+        self.record["kv_kind"] = options.kv.code
         self.counters = aligned_empty((config.n_layers * PHASES_PER_LAYER + 1) * CACHE_LINE)
         self.record["counters_at"] = self.counters.ctypes.data
         self.control = new_control()
@@ -330,6 +330,8 @@ class _Workspace:
             "scratch_tile_sums": tile_rows * KV_BLOCK * FLOAT_BYTES,
             "scratch_tile_maxima": tile_rows * FLOAT_BYTES,
             "scratch_tile_rescales": tile_rows * FLOAT_BYTES,
+            "scratch_tile_keys": config.head_dim * KV_BLOCK * FLOAT_BYTES,
+            "scratch_tile_values": config.head_dim * KV_BLOCK * FLOAT_BYTES,
         }
         offset = 0
         for field, n_bytes in sizes.items():

@@ -8,15 +8,40 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Final
+from enum import StrEnum
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.errors import OutOfKvMemory
-from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK
+from kvferry.engine.kernels.layout import CACHE_LINE, KV_BLOCK, KV_F16, KV_F32, KV_Q8, kv_tile_bytes
 
 _F32 = NDArray[np.float32]
+
+# Rows as they are stored: K, V; and for q8 the scales of K and of V. One array each, a position per row.
+Planes = tuple[NDArray[Any], ...]
+
+
+class KvKind(StrEnum):
+    """What the cache stores; docs/numerics.md, "KV kinds".
+
+    f32: rows as computed. f16: rounded to float16. q8: int8 with one float32 scale for each head of a row.
+    """
+
+    F32 = "f32"
+    F16 = "f16"
+    Q8 = "q8"
+
+    @property
+    def code(self) -> int:
+        """As the jitted code knows it."""
+        return {KvKind.F32: KV_F32, KvKind.F16: KV_F16, KvKind.Q8: KV_Q8}[self]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the values."""
+        return np.dtype({KvKind.F32: np.float32, KvKind.F16: np.float16, KvKind.Q8: np.int8}[self])
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +52,7 @@ class KvGeometry:
     n_kv_heads: int
     head_dim: int
     block_size: int = KV_BLOCK
+    kind: KvKind = KvKind.F32
 
     @property
     def kv_dim(self) -> int:
@@ -34,8 +60,17 @@ class KvGeometry:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: K and V of all layers for ``block_size`` positions, float32."""
-        return self.n_layers * 2 * self.kv_dim * self.block_size * FLOAT_BYTES
+        """Bytes of one block: K and V of all layers for ``block_size`` positions."""
+        return self.n_layers * 2 * self.n_kv_heads * kv_tile_bytes(self.kind.code, self.head_dim)
+
+    def empty_planes(self, n_rows: int) -> Planes:
+        """Arrays for ``n_rows`` rows of a layer as they are stored."""
+        values = (n_rows, self.kv_dim)
+        planes: Planes = (np.empty(values, self.kind.dtype), np.empty(values, self.kind.dtype))
+        if self.kind is KvKind.Q8:
+            scales = (n_rows, self.n_kv_heads)
+            planes += (np.empty(scales, np.float32), np.empty(scales, np.float32))
+        return planes
 
 
 class KvPool:
@@ -57,12 +92,11 @@ class KvPool:
         self._free = list(range(self.n_blocks - 1, -1, -1))
         raw = np.empty(self.n_blocks * self.block_bytes + CACHE_LINE, np.uint8)
         start = -raw.ctypes.data % CACHE_LINE
-        body = raw[start : start + self.n_blocks * self.block_bytes].view(np.float32)
-        tile = geometry.head_dim * KV_BLOCK
-        shape = (self.n_blocks, geometry.n_layers, 2, geometry.n_kv_heads, tile)
-        self.tiles: Final[_F32] = body.reshape(
-            shape
-        )  # K tile: [head_dim, 32]; V tile: [32, head_dim] (kernels/layout.py)
+        body = raw[start : start + self.n_blocks * self.block_bytes]
+        if geometry.kind is not KvKind.Q8:  # whose tiles hold integers and floats, so they stay bytes
+            body = body.view(geometry.kind.dtype)
+        # K tile: [head_dim, 32]; V tile: [32, head_dim] (kernels/layout.py)
+        self.tiles: Final[NDArray[Any]] = body.reshape(self.n_blocks, geometry.n_layers, 2, geometry.n_kv_heads, -1)
 
     @property
     def n_free_blocks(self) -> int:
@@ -143,35 +177,52 @@ class KvSequence:
     def read_rows(self, layer: int, start: int, stop: int, k_out: _F32, v_out: _F32) -> None:
         """Copy rows [start, stop) of a layer into float32 [stop - start, kv_dim] arrays, heads side by side.
 
-        K rows are as attention uses them: after rope, pairs (i, i + head_dim / 2).
+        K rows are as attention uses them: after rope, pairs (i, i + head_dim / 2), and widened from what is stored.
         """
+        shape = (stop - start, self._pool.geometry.kv_dim)
+        for out in (k_out, v_out):
+            _check_plane(out, shape, np.dtype(np.float32))
+        if self._pool.geometry.kind is KvKind.F32:
+            self.read_planes(layer, start, stop, (k_out, v_out))
+            return
+        planes = self._pool.geometry.empty_planes(max(0, stop - start))
+        self.read_planes(layer, start, stop, planes)
+        for out, values, scales in zip((k_out, v_out), planes[:2], planes[2:] or (None, None), strict=True):
+            out[:] = values
+            if scales is not None:
+                self._by_head(out)[:] *= scales[:, :, None]
+
+    def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
+        """Copy rows [start, stop) of a layer out as they are stored, to the bit (``KvGeometry.empty_planes``)."""
         if not 0 <= start <= stop <= self._n_rows:
             raise ValueError(f"rows {start} to {stop} were asked for and {self._n_rows} are there")
-        self._check_rows(k_out, stop - start)
-        self._check_rows(v_out, stop - start)
+        self._check_planes(planes, stop - start)
         for first, block, slots in self._pieces(start, stop):
-            k_tiles, v_tiles = self._tiles(layer, block)
             rows = slice(first - start, first - start + (slots.stop - slots.start))
-            self._by_head(k_out)[rows] = k_tiles[:, :, slots].transpose(2, 0, 1)
-            self._by_head(v_out)[rows] = v_tiles[:, slots].transpose(1, 0, 2)
+            for plane, tiles in zip(planes, self._block_planes(layer, block), strict=True):
+                plane.reshape(len(plane), *tiles.shape[1:])[rows] = tiles[slots]
 
     def write_rows(self, layer: int, start: int, k: _F32, v: _F32) -> None:
-        """Stage rows from position ``start`` on (float32 [n, kv_dim]); they count after ``commit``.
+        """Stage float32 rows from position ``start`` on: ``write_planes`` for an f32 cache, the only kind it is for."""
+        if self._pool.geometry.kind is not KvKind.F32:
+            raise ValueError(f"rows of a {self._pool.geometry.kind} cache are written as they are stored, as planes")
+        self.write_planes(layer, start, (k, v))
+
+    def write_planes(self, layer: int, start: int, planes: Planes) -> None:
+        """Stage rows from position ``start`` on, as ``read_planes`` gave them; they count after ``commit``.
 
         Raises OutOfKvMemory when the pool has no blocks for them, ValueError for rows that already count.
         """
         self._check_alive()
         if start < self._n_rows:
             raise ValueError(f"row {start} already counts ({self._n_rows} rows do); rows that count never change")
-        stop = start + len(k)
-        self._check_rows(k, stop - start)
-        self._check_rows(v, stop - start)
-        self.reserve(stop)
-        for first, block, slots in self._pieces(start, stop):
-            k_tiles, v_tiles = self._tiles(layer, block)
+        n_rows = len(planes[0])
+        self._check_planes(planes, n_rows)
+        self.reserve(start + n_rows)
+        for first, block, slots in self._pieces(start, start + n_rows):
             rows = slice(first - start, first - start + (slots.stop - slots.start))
-            k_tiles[:, :, slots] = self._by_head(k)[rows].transpose(1, 2, 0)
-            v_tiles[:, slots] = self._by_head(v)[rows].transpose(1, 0, 2)
+            for plane, tiles in zip(planes, self._block_planes(layer, block), strict=True):
+                tiles[slots] = plane.reshape(n_rows, *tiles.shape[1:])[rows]
 
     def fork(self, n_rows: int) -> KvSequence:
         """A new sequence with this one's first ``n_rows`` rows; full blocks are shared, both can grow on.
@@ -218,10 +269,15 @@ class KvSequence:
         if self._released:
             raise ValueError("the sequence has been released")
 
-    def _check_rows(self, rows: _F32, n_rows: int) -> None:
-        expected = (n_rows, self._pool.geometry.kv_dim)
-        if rows.shape != expected or rows.dtype != np.float32 or not rows.flags.c_contiguous:
-            raise ValueError(f"rows must be contiguous float32 {expected}, got {rows.dtype} {rows.shape}")
+    def _check_planes(self, planes: Planes, n_rows: int) -> None:
+        g = self._pool.geometry
+        shapes = [((n_rows, g.kv_dim), g.kind.dtype)] * 2
+        if g.kind is KvKind.Q8:
+            shapes += [((n_rows, g.n_kv_heads), np.dtype(np.float32))] * 2
+        if len(planes) != len(shapes):
+            raise ValueError(f"rows of a {g.kind} cache are {len(shapes)} arrays, got {len(planes)}")
+        for plane, (shape, dtype) in zip(planes, shapes, strict=True):
+            _check_plane(plane, shape, dtype)
 
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int, slice]]:
         """Cut [start, stop) at block borders: (first position, block number, slots in the block)."""
@@ -233,12 +289,28 @@ class KvSequence:
             start = end
         return pieces
 
-    def _tiles(self, layer: int, block: int) -> tuple[_F32, _F32]:
-        """Views of a block's K tiles [n_kv_heads, head_dim, 32] and V tiles [n_kv_heads, 32, head_dim]."""
+    def _block_planes(self, layer: int, block: int) -> Planes:
+        """Views of a block by position: K, V [32, n_kv_heads, head_dim] and, for q8, their scales [32, n_kv_heads]."""
         g = self._pool.geometry
-        k, v = self._pool.tiles[block, layer]
-        return k.reshape(g.n_kv_heads, g.head_dim, KV_BLOCK), v.reshape(g.n_kv_heads, KV_BLOCK, g.head_dim)
+        tiles = self._pool.tiles[block, layer]
+        scales: Planes = ()
+        if g.kind is KvKind.Q8:
+            n_values = g.head_dim * KV_BLOCK
+            k_scales, v_scales = tiles[..., n_values:].view(np.float32)
+            scales = (k_scales.T, v_scales.T)
+            tiles = tiles[..., :n_values].view(np.int8)
+        k, v = tiles
+        return (
+            k.reshape(g.n_kv_heads, g.head_dim, KV_BLOCK).transpose(2, 0, 1),
+            v.reshape(g.n_kv_heads, KV_BLOCK, g.head_dim).transpose(1, 0, 2),
+            *scales,
+        )
 
     def _by_head(self, rows: _F32) -> _F32:
         g = self._pool.geometry
         return rows.reshape(-1, g.n_kv_heads, g.head_dim)
+
+
+def _check_plane(plane: NDArray[Any], shape: tuple[int, int], dtype: np.dtype[Any]) -> None:
+    if plane.shape != shape or plane.dtype != dtype or not plane.flags.c_contiguous:
+        raise ValueError(f"rows must be contiguous {dtype} {shape}, got {plane.dtype} {plane.shape}")

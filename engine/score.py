@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.errors import ContextExceeded, InvalidTokens
 from kvferry.engine.files.open_model import open_model
-from kvferry.engine.kv_cache import KvGeometry, KvSequence
+from kvferry.engine.kv_cache import KvGeometry, KvKind, KvSequence
 from kvferry.engine.packing import Quant
 from kvferry.engine.reference import ReferenceModel
 
@@ -25,7 +25,7 @@ _SPARE_BLOCKS: Final = 1
 
 @dataclass(frozen=True)
 class Score:
-    """``logits`` float32 [n, vocab]; ``k`` and ``v`` float32 [n_layers, n, kv_dim], as snapshots store them;
+    """``logits`` float32 [n, vocab]; ``k`` and ``v`` float32 [n_layers, n, kv_dim], as attention uses them;
     ``greedy_ids`` int32: the tokens that follow when the largest logit is taken each time, ends not heeded."""
 
     logits: _F32
@@ -35,10 +35,17 @@ class Score:
 
 
 def score(
-    path: Path, token_ids: NDArray[np.int32], *, chunk: int, n_threads: int, n_greedy: int, quant: Quant
+    path: Path,
+    token_ids: NDArray[np.int32],
+    *,
+    chunk: int,
+    n_threads: int,
+    n_greedy: int,
+    quant: Quant,
+    kv: KvKind = KvKind.F32,
 ) -> Score:
     """Run the engine over the text, ``chunk`` tokens at a time. Raises as Engine does."""
-    engine = Engine.load(path, _options(path, len(token_ids) + n_greedy, n_threads, quant))
+    engine = Engine.load(path, _options(path, len(token_ids) + n_greedy, n_threads, quant, kv))
     try:
         sequence = engine.new_sequence()
         logits = np.concatenate(
@@ -65,11 +72,11 @@ def score_reference(path: Path, token_ids: NDArray[np.int32], *, n_greedy: int) 
     return Score(output.logits, output.k, output.v, output.greedy_ids)
 
 
-def _options(path: Path, n_tokens: int, n_threads: int, quant: Quant) -> EngineOptions:
+def _options(path: Path, n_tokens: int, n_threads: int, quant: Quant, kv: KvKind) -> EngineOptions:
     config = open_model(path).config
-    geometry = KvGeometry(config.n_layers, config.n_kv_heads, config.head_dim)
+    geometry = KvGeometry(config.n_layers, config.n_kv_heads, config.head_dim, kind=kv)
     n_blocks = -(-n_tokens // geometry.block_size) + _SPARE_BLOCKS
-    return EngineOptions(n_threads=n_threads, kv_bytes=n_blocks * geometry.block_bytes, quant=quant)
+    return EngineOptions(n_threads=n_threads, kv_bytes=n_blocks * geometry.block_bytes, quant=quant, kv=kv)
 
 
 def _check(token_ids: NDArray[np.int32], vocab_size: int) -> None:

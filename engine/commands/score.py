@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvferry.engine.errors import InvalidTokens
 from kvferry.engine.files.resolve import resolve_model
+from kvferry.engine.kv_cache import KvKind
 from kvferry.engine.packing import Quant
 from kvferry.engine.score import DEFAULT_CHUNK, score_reference
 from kvferry.engine.score import score as score_tokens
@@ -23,7 +24,9 @@ from kvferry.engine.score import score as score_tokens
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Gets logits, k, v and greedy_ids.")
 @click.option("--chunk", default=DEFAULT_CHUNK, type=click.IntRange(1), help="Tokens per step of the engine.")
 @click.option("--threads", default=1, type=click.IntRange(1), help="Threads of the engine.")
-@click.option("--kv", default="f32", type=click.Choice(["f32"]), help="What the KV cache stores.")
+@click.option(
+    "--kv", default="f32", type=click.Choice([kind.value for kind in KvKind]), help="What the KV cache stores."
+)
 @click.option("--quant", default="q8", type=click.Choice(["q8", "q4"]), help="What float weights become.")
 @click.option("--reference", is_flag=True, help="Run the slow float path instead of the engine.")
 @click.option("--greedy", default=0, type=click.IntRange(0), help="Tokens to continue with, largest logit first.")
@@ -41,16 +44,17 @@ def score(
 ) -> None:
     """Run a model over given tokens and write what it computed.
 
-    OUTPUT holds logits (float32 [S, vocab]), k and v (float32 [layers, S, kv_dim], the rows as a snapshot stores them)
+    OUTPUT holds logits (float32 [S, vocab]), k and v (float32 [layers, S, kv_dim], the rows as attention uses them)
     and greedy_ids (int32 [N]).
     """
-    del kv  # there is one kind so far
     path = resolve_model(model)
     token_ids = _read_tokens(source)
     if reference:
         result = score_reference(path, token_ids, n_greedy=greedy)
     else:
-        result = score_tokens(path, token_ids, chunk=chunk, n_threads=threads, n_greedy=greedy, quant=quant)
+        result = score_tokens(
+            path, token_ids, chunk=chunk, n_threads=threads, n_greedy=greedy, quant=quant, kv=KvKind(kv)
+        )
     tensors = {"logits": result.logits, "k": result.k, "v": result.v, "greedy_ids": result.greedy_ids}
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, output)
 

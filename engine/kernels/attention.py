@@ -19,6 +19,7 @@ from kvferry.engine.kernels.intrinsics import (
     store_float,
 )
 from kvferry.engine.kernels.jit import kernel
+from kvferry.engine.kernels.kv_rows import tile_bytes, widened_keys, widened_values
 from kvferry.engine.kernels.layout import FLOAT_BYTES, KV_BLOCK, activation_row_bytes
 
 # Query rows (tokens times the heads that share a KV head) of one tile: enough to use a K or V tile often while it is in
@@ -86,14 +87,26 @@ def _all_values(
 
 
 @kernel
-def attend(model: Any, workspace: Any, step: Any, layer: int, tile: int, kv_head: int, scratch: int) -> None:
-    """All heads of KV head ``kv_head`` for the rows of attention tile ``tile``; writes quantised activation rows."""
+def attend(
+    model: Any,
+    workspace: Any,
+    step: Any,
+    layer: int,
+    tile: int,
+    kv_head: int,
+    first_in_group: int,
+    end_in_group: int,
+    scratch: int,
+) -> None:
+    """Heads [first_in_group, end_in_group) of those that share KV head ``kv_head``, for the rows of attention tile
+    ``tile``; writes quantised activation rows."""
     head_dim = model.head_dim
     head_bytes = head_dim * FLOAT_BYTES
-    group = model.n_heads // model.n_kv_heads
+    n_heads = end_in_group - first_in_group
+    first_head = kv_head * (model.n_heads // model.n_kv_heads) + first_in_group
     first_row = load_int32(step.tile_starts_at + 4 * tile)
     n_tokens = load_int32(step.tile_starts_at + 4 * tile + 4) - first_row
-    n_rows = n_tokens * group
+    n_rows = n_tokens * n_heads
     first_position = load_int32(step.positions_at + 4 * first_row)
     block_table = load_int(step.block_tables_at + 8 * first_row)
     query = scratch + workspace.scratch_tile_query
@@ -104,9 +117,9 @@ def attend(model: Any, workspace: Any, step: Any, layer: int, tile: int, kv_head
     rescales = scratch + workspace.scratch_tile_rescales
 
     for token in range(n_tokens):
-        source = workspace.query_at + ((first_row + token) * model.n_heads + kv_head * group) * head_bytes
-        for i in range(group * head_dim):
-            target = token * group * head_bytes + i * FLOAT_BYTES
+        source = workspace.query_at + ((first_row + token) * model.n_heads + first_head) * head_bytes
+        for i in range(n_heads * head_dim):
+            target = token * n_heads * head_bytes + i * FLOAT_BYTES
             store_float(query + target, load_float(source + i * FLOAT_BYTES))
             store_float(output + target, np.float32(0.0))
     for row in range(n_rows):
@@ -114,19 +127,22 @@ def attend(model: Any, workspace: Any, step: Any, layer: int, tile: int, kv_head
         for lane in range(KV_BLOCK):
             store_float(sums + row * _SCORE_BYTES + lane * FLOAT_BYTES, np.float32(0.0))
 
-    tile_bytes = KV_BLOCK * head_bytes
+    kv_kind = workspace.kv_kind
+    stored_bytes = tile_bytes(kv_kind, head_dim)
     for index in range((first_position + n_tokens - 1) // KV_BLOCK + 1):
         start = index * KV_BLOCK
         block = load_int32(block_table + 4 * index)
-        k_tile = workspace.kv_pool_at + ((block * model.n_layers + layer) * 2 * model.n_kv_heads + kv_head) * tile_bytes
-        v_tile = k_tile + model.n_kv_heads * tile_bytes
+        stored = (
+            workspace.kv_pool_at + ((block * model.n_layers + layer) * 2 * model.n_kv_heads + kv_head) * stored_bytes
+        )
+        k_tile = widened_keys(kv_kind, stored, head_dim, scratch + workspace.scratch_tile_keys)
         # Tokens before this block see nothing of it, the next ones part of it, those from its last position on all.
         first_token = max(0, start - first_position)
         first_full = min(n_tokens, max(first_token, start + KV_BLOCK - 1 - first_position))
-        row = first_token * group
+        row = first_token * n_heads
         _all_scores(query + row * head_bytes, n_rows - row, head_dim, k_tile, scores + row * _SCORE_BYTES)
-        for row in range(first_token * group, n_rows):
-            n_valid = min(KV_BLOCK, first_position + row // group - start + 1)
+        for row in range(first_token * n_heads, n_rows):
+            n_valid = min(KV_BLOCK, first_position + row // n_heads - start + 1)
             softmax_step(
                 n_valid,
                 scores + row * _SCORE_BYTES,
@@ -134,18 +150,20 @@ def attend(model: Any, workspace: Any, step: Any, layer: int, tile: int, kv_head
                 rescales + row * FLOAT_BYTES,
                 sums + row * _SCORE_BYTES,
             )
+        stored += model.n_kv_heads * stored_bytes
+        v_tile = widened_values(kv_kind, stored, head_dim, scratch + workspace.scratch_tile_values)
         for token in range(first_token, first_full):
-            row = token * group
+            row = token * n_heads
             _all_values(
                 scores + row * _SCORE_BYTES,
-                group,
+                n_heads,
                 first_position + token - start + 1,
                 v_tile,
                 head_dim,
                 rescales + row * FLOAT_BYTES,
                 output + row * head_bytes,
             )
-        row = first_full * group
+        row = first_full * n_heads
         _all_values(
             scores + row * _SCORE_BYTES,
             n_rows - row,
@@ -164,7 +182,7 @@ def attend(model: Any, workspace: Any, step: Any, layer: int, tile: int, kv_head
             output + row * head_bytes,
             head_blocks,
             sums + row * _SCORE_BYTES,
-            workspace.attended_at + (first_row + row // group) * stride,
+            workspace.attended_at + (first_row + row // n_heads) * stride,
             n_blocks,
-            (kv_head * group + row % group) * head_blocks,
+            (first_head + row % n_heads) * head_blocks,
         )

@@ -79,33 +79,6 @@ def quantise(x: F32) -> tuple[NDArray[np.int8], F32]:
     return np.rint(blocks * inverse[..., None]).astype(np.int8).reshape(x.shape), scale
 
 
-def dot(x: F32, y: F32) -> F32:
-    """Dot products over the last axis, of floats."""
-    sums = np.zeros((*np.broadcast_shapes(x.shape[:-1], y.shape[:-1]), QUANT_BLOCK), np.float32)
-    for start in range(0, x.shape[-1], QUANT_BLOCK):
-        part = slice(start, start + QUANT_BLOCK)
-        sums = fma(x[..., part], y[..., part], sums)
-    return fold_halves(sums)
-
-
-def route(x: F32, router: F32, n_active: int, *, normalise: bool) -> tuple[NDArray[np.int64], F32]:
-    """The experts of one normed row and their weights, best first. ``router`` [n_experts, hidden]."""
-    logits = dot(x[None, :], router)
-    powers = exp(logits - logits.max())
-    total = _f(0)
-    for power in powers:
-        total = total + power
-    probabilities = powers / total
-    chosen = np.argsort(-probabilities, kind="stable")[:n_active]
-    weights = probabilities[chosen]
-    if normalise:
-        total = _f(0)
-        for weight in weights:
-            total = total + weight
-        weights = weights / total
-    return chosen, weights
-
-
 def rms_norm(x: F32, weight: F32, epsilon: float) -> F32:
     squares = np.zeros((*x.shape[:-1], QUANT_BLOCK), np.float32)
     for block in range(x.shape[-1] // QUANT_BLOCK):
@@ -134,6 +107,25 @@ def rope(x: F32, cos: F32, sin: F32, scale: float = 1.0) -> F32:
     """x [..., head_dim]; cos and sin [..., head_dim / 2]."""
     low, high = np.split(x, 2, axis=-1)
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1) * _f(scale)
+
+
+def kept(rows: F32, kind: str) -> F32:
+    """What attention reads of K or V rows [..., head_dim] that a cache of this kind ("f32", "f16", "q8") holds."""
+    if kind == "f32":
+        return rows
+    if kind == "f16":
+        return rows.astype(np.float16).astype(np.float32)
+    values, scale = kept_q8(rows)
+    return values.astype(np.float32) * scale[..., None]
+
+
+def kept_q8(rows: F32) -> tuple[NDArray[np.int8], F32]:
+    """int8 values of the rows' shape [..., head_dim], and the scale of each row [...]."""
+    amax = np.abs(rows).max(axis=-1)
+    counts = amax > _f(QUANT_SMALLEST)
+    scale = np.where(counts, amax / _f(QUANT_MAX), _f(0))
+    inverse = np.where(counts, _f(QUANT_MAX) / np.where(counts, amax, _f(1)), _f(0))
+    return np.rint(rows * inverse[..., None]).astype(np.int8), scale
 
 
 def attend(q: F32, k: F32, v: F32) -> F32:

@@ -19,15 +19,14 @@ from kvferry.engine.kernels.feed_forward import gated_units
 from kvferry.engine.kernels.intrinsics import (
     add_floats,
     copy_bytes,
-    load_float,
     load_int,
     load_int32,
     norm_floats,
     norm_quantise,
     rope,
-    store_float,
 )
 from kvferry.engine.kernels.jit import glue, kernel
+from kvferry.engine.kernels.kv_rows import store_key, store_value, tile_bytes
 from kvferry.engine.kernels.layout import FLOAT_BYTES, KV_BLOCK, QUANT_BLOCK
 from kvferry.engine.kernels.linear import UNIT_ROWS, linear, unpack_row
 from kvferry.engine.kernels.sync import await_step, barrier
@@ -83,7 +82,7 @@ def _kv_tile(model: Any, workspace: Any, step: Any, layer: int, row: int, head: 
     position = load_int32(step.positions_at + 4 * row)
     block = load_int32(load_int(step.block_tables_at + 8 * row) + 4 * (position // KV_BLOCK))
     tile = ((block * model.n_layers + layer) * 2 + which) * model.n_kv_heads + head
-    return workspace.kv_pool_at + tile * KV_BLOCK * model.head_dim * FLOAT_BYTES
+    return workspace.kv_pool_at + tile * tile_bytes(workspace.kv_kind, model.head_dim)
 
 
 @kernel
@@ -136,15 +135,15 @@ def _key_heads(
     )  # fmt: skip
     for row in range(step.n_rows):
         table = load_int(step.rope_rows_at + 8 * row)
-        column = load_int32(step.positions_at + 4 * row) % KV_BLOCK * FLOAT_BYTES
+        slot = load_int32(step.positions_at + 4 * row) % KV_BLOCK
         for head in range(n):
             key = keys + (row * n + head) * head_bytes
             bias = _bias_of(layer.k_bias_at, first + head, model.head_dim)
             _finish_head(key, bias, layer.k_norm_at, model.head_dim // QUANT_BLOCK, model.rms_eps)
             rope(key, table, model.head_dim // 2, _ONE, key)
-            tile = _kv_tile(model, workspace, step, layer_index, row, first + head, np.int64(0)) + column
-            for d in range(model.head_dim):
-                store_float(tile + d * KV_BLOCK * FLOAT_BYTES, load_float(key + d * FLOAT_BYTES))
+            tile = _kv_tile(model, workspace, step, layer_index, row, first + head, np.int64(0))
+            narrow = scratch + workspace.scratch_tile_keys
+            store_key(workspace.kv_kind, key, model.head_dim, tile, slot, narrow)
 
 
 @glue
@@ -163,12 +162,11 @@ def _value_heads(
     for row in range(step.n_rows):
         slot = load_int32(step.positions_at + 4 * row) % KV_BLOCK
         for head in range(n):
-            tile = _kv_tile(model, workspace, step, layer_index, row, first + head, np.int64(1)) + slot * head_bytes
+            tile = _kv_tile(model, workspace, step, layer_index, row, first + head, np.int64(1))
             value = values + (row * n + head) * head_bytes
             if layer.v_bias_at != 0:
                 add_floats(value, layer.v_bias_at + (first + head) * head_bytes, model.head_dim // QUANT_BLOCK)
-            for d in range(model.head_dim):
-                store_float(tile + d * FLOAT_BYTES, load_float(value + d * FLOAT_BYTES))
+            store_value(workspace.kv_kind, value, model.head_dim, tile, slot)
 
 
 @glue
@@ -202,14 +200,31 @@ def _project_heads(
 
 
 @glue
-def _attention(model: Any, workspace: Any, step: Any, layer_index: int, scratch: int, phase: int) -> None:
-    """Tiles from the last to the first: the later a tile, the more keys it has, and long work should start early."""
+def _attention(
+    model: Any, workspace: Any, step: Any, layer_index: int, scratch: int, phase: int, n_threads: int
+) -> None:
+    """An item is one KV head of one tile. Tiles go from the last to the first: the later a tile, the more keys it has,
+    and long work should start early.
+
+    The last items, of which not every thread gets one, are cut into parts of their query heads, so that one long
+    sequence keeps all threads busy. Never into parts of the keys: those are one sum.
+    """
+    group = model.n_heads // model.n_kv_heads
     n_items = step.n_tiles * model.n_kv_heads
-    item = take(workspace, phase, np.int64(1))
-    while item < n_items:
+    left = n_items % n_threads
+    n_parts = min(group, (n_threads + left - 1) // left) if left > 0 else 1
+    n_whole = n_items - left
+    n_takes = n_whole + left * n_parts
+    taken = take(workspace, phase, np.int64(1))
+    while taken < n_takes:
+        item, first, end = taken, 0, group
+        if taken >= n_whole:
+            item = n_whole + (taken - n_whole) // n_parts
+            part = (taken - n_whole) % n_parts
+            first, end = part * group // n_parts, (part + 1) * group // n_parts
         tile = step.n_tiles - 1 - item // model.n_kv_heads
-        attend(model, workspace, step, layer_index, tile, item % model.n_kv_heads, scratch)
-        item = take(workspace, phase, np.int64(1))
+        attend(model, workspace, step, layer_index, tile, item % model.n_kv_heads, first, end, scratch)
+        taken = take(workspace, phase, np.int64(1))
 
 
 @glue
@@ -294,7 +309,7 @@ def forward(models: Any, layers: Any, workspaces: Any, steps: Any, thread: int, 
         normed = _norm(model, workspace, 0, step.n_rows, layer.attention_norm_at, scratch, thread, n_threads)
         _project_heads(model, workspace, step, layer, index, normed, scratch, phase, n_threads)
         barrier(control, n_threads)
-        _attention(model, workspace, step, index, scratch, phase + 1)
+        _attention(model, workspace, step, index, scratch, phase + 1, n_threads)
         barrier(control, n_threads)
         attended = workspace.attended_at
         _add_to_hidden(model, workspace, step, layer.o_kind, layer.o_at, attended, attended_size, phase + 2, n_threads)

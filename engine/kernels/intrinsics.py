@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from numba import extending, types
 
-from kvferry.engine.kernels import attention_ir, linear_ir, sync_ir, vector_ir
+from kvferry.engine.kernels import attention_ir, kv_ir, linear_ir, sync_ir, vector_ir
 from kvferry.engine.kernels.instruction_sets import host_instruction_set
-from kvferry.engine.kernels.ir_tools import F16, F32, POINTER, Builder, Value, load, store
+from kvferry.engine.kernels.ir_tools import F16, F32, I8, I16, I64, POINTER, Builder, Value, load, store
 
 ISA: Final = host_instruction_set()
 
@@ -151,6 +151,31 @@ def store_float(_context: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def head_to_half(_context: Any, head: Any, n_blocks: Any, out: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 3, kv_ir.build_head_to_half)
+
+
+@intrinsic
+def head_to_q8(_context: Any, head: Any, n_blocks: Any, out: Any, scale_out: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 4, kv_ir.build_head_to_q8)
+
+
+@intrinsic
+def widen_half(_context: Any, source: Any, n_blocks: Any, out: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 3, kv_ir.build_widen_half)
+
+
+@intrinsic
+def widen_q8_keys(_context: Any, source: Any, head_dim: Any, out: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 3, kv_ir.build_widen_q8_keys)
+
+
+@intrinsic
+def widen_q8_values(_context: Any, source: Any, head_dim: Any, out: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 3, kv_ir.build_widen_q8_values)
+
+
+@intrinsic
 def load_half(_context: Any, address: Any) -> Any:
     """A float16 from memory, widened (which is exact)."""
     return _emit(_FLOAT, [_INT], lambda b, address: b.fpext(load(b, F16, b.inttoptr(address, POINTER), 2), F32))
@@ -169,6 +194,27 @@ def load_int32(_context: Any, address: Any) -> Any:
 @intrinsic
 def store_int32(_context: Any, address: Any, value: Any) -> Any:
     return _emit(_NOTHING, [_INT, _INT], sync_ir.build_store_int32)
+
+
+@intrinsic
+def load_int16(_context: Any, address: Any) -> Any:
+    return _emit(_INT, [_INT], lambda b, address: b.sext(load(b, I16, b.inttoptr(address, POINTER), 2), I64))
+
+
+@intrinsic
+def store_int16(_context: Any, address: Any, value: Any) -> Any:
+    """The low two bytes of the value."""
+    return _emit(
+        _NOTHING, [_INT, _INT], lambda b, address, value: store(b, b.trunc(value, I16), b.inttoptr(address, POINTER), 2)
+    )
+
+
+@intrinsic
+def store_byte(_context: Any, address: Any, value: Any) -> Any:
+    """The low byte of the value."""
+    return _emit(
+        _NOTHING, [_INT, _INT], lambda b, address, value: store(b, b.trunc(value, I8), b.inttoptr(address, POINTER), 1)
+    )
 
 
 @intrinsic

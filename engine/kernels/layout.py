@@ -12,7 +12,8 @@ Quantised activation row of K elements (n_blocks = K / 32): K int8 values; then 
 s * sum of the block's integers; then per block one int32, -128 * sum, which is what an unsigned-by-signed dot
 instruction needs as its start when signed weights are fed to it with 128 added.
 
-KV tile of one (block, layer, KV head): K is float32 [head_dim, 32] (a position is a column), V float32 [32, head_dim].
+KV tile of one (block, layer, KV head): K is [head_dim, 32] (a position is a column), V [32, head_dim], of float32,
+float16 or int8; a q8 tile ends with 32 float32, the scale of each position.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ KV_BLOCK: Final = 32  # positions in a KV block; also the step of the online sof
 WEIGHTS_Q4: Final = 0  # kinds of packed weights, as the jitted code knows them
 WEIGHTS_Q8: Final = 1
 
+KV_F32: Final = 0  # kinds of KV tiles, as the jitted code knows them
+KV_F16: Final = 1
+KV_Q8: Final = 2
+
 CACHE_LINE: Final = 64
 FLOAT_BYTES: Final = 4
+HALF_BYTES: Final = 2
 
 
 def weight_block_bytes(kind: int, group_rows: int) -> int:
@@ -42,6 +48,7 @@ def activation_row_bytes(n_elements: int) -> int:
     return -(-n_blocks * (QUANT_BLOCK + 8 + 4) // CACHE_LINE) * CACHE_LINE
 
 
-def kv_tile_bytes(head_dim: int) -> int:
+def kv_tile_bytes(kind: int, head_dim: int) -> int:
     """Bytes of the K (or V) tile of one block, layer and KV head."""
-    return KV_BLOCK * head_dim * FLOAT_BYTES
+    row_bytes = {KV_F32: head_dim * FLOAT_BYTES, KV_F16: head_dim * HALF_BYTES, KV_Q8: head_dim + FLOAT_BYTES}
+    return KV_BLOCK * row_bytes[kind]

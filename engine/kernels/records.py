@@ -75,7 +75,10 @@ WORKSPACE: Final = np.dtype(
         ("scratch_tile_sums", np.int64),  # float32 [tile rows, 32]
         ("scratch_tile_maxima", np.int64),  # float32 [tile rows]
         ("scratch_tile_rescales", np.int64),  # float32 [tile rows]
+        ("scratch_tile_keys", np.int64),  # float32 [head_dim, 32]: a narrow K tile widened, or a head to be narrowed
+        ("scratch_tile_values", np.int64),  # float32 [32, head_dim]: a narrow V tile widened
         ("kv_pool_at", np.int64),  # blocks of [n_layers, 2, n_kv_heads] tiles
+        ("kv_kind", np.int64),  # of those tiles: KV_F32, KV_F16 or KV_Q8
         ("control_at", np.int64),  # threads.py: barrier, generation, sleepers
     ]
 )

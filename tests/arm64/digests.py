@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
-from kvferry.engine.files.gguf_file import open_gguf
+from kvferry.engine.files.open_model import open_model
 from kvferry.engine.kernels.compile_cache import compile_cache
+from kvferry.engine.kv_cache import KvKind
 from kvferry.engine.packing import pack_model
 from kvferry.engine.sampling import SamplingSettings, sample
 
@@ -37,32 +38,31 @@ def sha256(*arrays: np.ndarray) -> str:
 
 
 def computed(engine: Engine, tokens: np.ndarray, sizes: tuple[int, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Logits of all tokens and the K and V rows of all layers."""
+    """Logits of all tokens and the stored K and V rows of all layers."""
     sequence = engine.new_sequence()
     parts = np.split(tokens, np.cumsum(sizes)[:-1])
     logits = np.concatenate([engine.forward([Chunk(sequence, part, "all")])[0] for part in parts])
     rows = []
     for layer in range(engine.geometry.n_layers):
-        k = np.empty((sequence.n_rows, engine.geometry.kv_dim), np.float32)
-        v = np.empty_like(k)
-        sequence.read_rows(layer, 0, sequence.n_rows, k, v)
-        rows += [k, v]
+        planes = engine.geometry.empty_planes(sequence.n_rows)
+        sequence.read_planes(layer, 0, sequence.n_rows, planes)
+        rows += planes
     sequence.release()
     return logits, rows
 
 
 def main(path: Path) -> None:
     tokens = (np.arange(N_TOKENS, dtype=np.int32) * 37 + 11) % 64
-    file = open_gguf(path)
+    file = open_model(path)
     found: dict[str, object] = {"machine": platform.machine()}
-    for n_threads, sizes in ((1, CHUNKS[0]), (2, CHUNKS[1])):
-        packed = pack_model(file, file.config.context_length)
-        engine = Engine(packed, EngineOptions(n_threads=n_threads, kv_bytes=1 << 22), "0" * 32)
+    packed = pack_model(file, file.config.context_length)
+    for kv, n_threads, sizes in ((kv, *how) for kv in KvKind for how in ((1, CHUNKS[0]), (2, CHUNKS[1]))):
+        engine = Engine(packed, EngineOptions(n_threads=n_threads, kv_bytes=1 << 22, kv=kv), "0" * 32)
         found["kernel_path"] = engine.kernel_path
         logits, rows = computed(engine, tokens, sizes)
         engine.close()
-        found[f"logits, {n_threads} thread(s)"] = sha256(logits)
-        found[f"rows, {n_threads} thread(s)"] = sha256(*rows)
+        found[f"logits, {kv}, {n_threads} thread(s)"] = sha256(logits)
+        found[f"rows, {kv}, {n_threads} thread(s)"] = sha256(*rows)
     for i, settings in enumerate(SAMPLINGS):
         drawn = [sample(row, tokens[:position], settings, position) for position, row in enumerate(logits)]
         found[f"sampling {i}"] = hashlib.sha256(repr(drawn).encode()).hexdigest()

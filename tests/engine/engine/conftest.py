@@ -11,6 +11,7 @@ import pytest
 from kvferry.engine.engine import Engine, EngineOptions
 from kvferry.engine.files.gguf_file import GgufFile
 from kvferry.engine.files.open_model import open_model
+from kvferry.engine.kv_cache import KvKind
 from kvferry.engine.packing import pack_model
 
 MakeEngine = Callable[..., Engine]
@@ -21,8 +22,10 @@ def make_engine() -> Iterator[MakeEngine]:
     """An engine on an opened file; closed at the end of the test."""
     engines: list[Engine] = []
 
-    def make(file: GgufFile, *, n_threads: int = 1, kv_bytes: int = 1 << 22, max_batch_rows: int = 512) -> Engine:
-        options = EngineOptions(n_threads=n_threads, kv_bytes=kv_bytes, max_batch_rows=max_batch_rows)
+    def make(
+        file: GgufFile, *, n_threads: int = 1, kv_bytes: int = 1 << 22, max_batch_rows: int = 512, kv: str = "f32"
+    ) -> Engine:
+        options = EngineOptions(n_threads, kv_bytes, max_batch_rows=max_batch_rows, kv=KvKind(kv))
         engines.append(Engine(pack_model(open_model(file.path), file.config.context_length), options, "0" * 32))
         return engines[-1]
 

@@ -29,13 +29,14 @@ def rows_of(engine, sequence):
     return k, v
 
 
+@pytest.mark.parametrize("kv", ["f32", "f16", "q8"])
 @pytest.mark.parametrize("name", tiny.SHAPES)
-def test_a_whole_model_is_what_the_definition_says(name, model_file, make_engine, tokens):
+def test_a_whole_model_is_what_the_definition_says(name, kv, model_file, make_engine, tokens):
     file = tiny.write_model(model_file, tiny.SHAPES[name])
     ids = tokens(75)
-    logits, k, v = tiny.defined_forward(file, ids)
+    logits, k, v = tiny.defined_forward(file, ids, kv)
     for n_threads in (1, 2):
-        engine = make_engine(file, n_threads=n_threads)
+        engine = make_engine(file, n_threads=n_threads, kv=kv)
         sequence = engine.new_sequence()
         parts = [engine.forward([Chunk(sequence, part, "all")])[0] for part in np.split(ids, [40, 41, 44])]
         assert np.concatenate(parts).tobytes() == logits.tobytes()

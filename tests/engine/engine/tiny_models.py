@@ -104,7 +104,7 @@ def half_split_rows(n_rows: int, head_dim: int) -> NDArray[np.int64]:
     return (heads[:, None] + in_head[None, :]).reshape(-1)
 
 
-def defined_forward(file: GgufFile, token_ids: NDArray[np.int32]) -> tuple[NDArray, NDArray, NDArray]:
+def defined_forward(file: GgufFile, token_ids: NDArray[np.int32], kv: str = "f32") -> tuple[NDArray, NDArray, NDArray]:
     """Logits [n, vocab] and K, V rows [n_layers, n, kv_dim] by the definition, token after token."""
     config = file.config
     n, head_dim = len(token_ids), config.head_dim
@@ -130,8 +130,8 @@ def defined_forward(file: GgufFile, token_ids: NDArray[np.int32]) -> tuple[NDArr
         queries = linear(normed, f"{prefix}attn_q", paired=True).reshape(n, -1, head_dim)
         queries = definition.rope(queries, cos, sin, scale)
         keys = linear(normed, f"{prefix}attn_k", paired=True).reshape(n, -1, head_dim)
-        keys = definition.rope(keys, cos, sin)
-        values = linear(normed, f"{prefix}attn_v").reshape(n, -1, head_dim)
+        keys = definition.kept(definition.rope(keys, cos, sin), kv)
+        values = definition.kept(linear(normed, f"{prefix}attn_v").reshape(n, -1, head_dim), kv)
         k_rows[layer], v_rows[layer] = keys.reshape(n, -1), values.reshape(n, -1)
         attended = np.empty_like(queries)
         for position in range(n):
