@@ -109,6 +109,63 @@ def rope(x: F32, cos: F32, sin: F32, scale: float = 1.0) -> F32:
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1) * _f(scale)
 
 
+def dot(x: F32, y: F32) -> F32:
+    """Dot products over the last axis, of floats."""
+    sums = np.zeros((*np.broadcast_shapes(x.shape[:-1], y.shape[:-1]), QUANT_BLOCK), np.float32)
+    for start in range(0, x.shape[-1], QUANT_BLOCK):
+        part = slice(start, start + QUANT_BLOCK)
+        sums = fma(x[..., part], y[..., part], sums)
+    return fold_halves(sums)
+
+
+def route(x: F32, router: F32, n_active: int, *, normalise: bool) -> tuple[NDArray[np.int64], F32]:
+    """The experts of one normed row and their weights, best first. ``router`` [n_experts, hidden]."""
+    logits = dot(x[None, :], router)
+    powers = exp(logits - logits.max())
+    total = _f(0)
+    for power in powers:
+        total = total + power
+    probabilities = powers / total
+    chosen = np.argsort(-probabilities, kind="stable")[:n_active]
+    weights = probabilities[chosen]
+    if normalise:
+        total = _f(0)
+        for weight in weights:
+            total = total + weight
+        weights = weights / total
+    return chosen, weights
+
+
+def rms_norm(x: F32, weight: F32, epsilon: float) -> F32:
+    squares = np.zeros((*x.shape[:-1], QUANT_BLOCK), np.float32)
+    for block in range(x.shape[-1] // QUANT_BLOCK):
+        values = x[..., block * QUANT_BLOCK : (block + 1) * QUANT_BLOCK]
+        squares = fma(values, values, squares)
+    root = np.sqrt(fold_halves(squares) / _f(x.shape[-1]) + _f(epsilon))
+    return x * (_f(1) / root)[..., None] * weight
+
+
+def linear(x: F32, q: NDArray[np.integer], d: F32, m: F32 | None) -> F32:
+    """Quantised x [tokens, K] times weights [rows, K] of integers q, scales d and minima m [rows, K / 32]."""
+    values, scale = quantise(x)
+    y = np.zeros((len(x), len(q)), np.float32)
+    for block in range(d.shape[1]):
+        part = slice(block * QUANT_BLOCK, (block + 1) * QUANT_BLOCK)
+        integers = values[:, part].astype(np.int64)
+        dot = integers @ q[:, part].astype(np.int64).T
+        s = scale[:, block, None]
+        y = fma(dot.astype(np.float32) * s, d[:, block], y)
+        if m is not None:
+            y = fma(m[:, block], s * integers.sum(axis=1).astype(np.float32)[:, None], y)
+    return y
+
+
+def rope(x: F32, cos: F32, sin: F32, scale: float = 1.0) -> F32:
+    """x [..., head_dim]; cos and sin [..., head_dim / 2]."""
+    low, high = np.split(x, 2, axis=-1)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1) * _f(scale)
+
+
 def kept(rows: F32, kind: str) -> F32:
     """What attention reads of K or V rows [..., head_dim] that a cache of this kind ("f32", "f16", "q8") holds."""
     if kind == "f32":
