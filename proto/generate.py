@@ -6,6 +6,7 @@ Usage: python -m kvferry.proto.generate [--check]     (needs the `dev` extra)
 from __future__ import annotations
 
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def generate(output_root: Path) -> list[Path]:
     sources = sorted(f"{IMPORT_PATH}/{path.name}" for path in PROTO_DIR.glob("*.proto"))
     well_known = resources.files("grpc_tools") / "_proto"
     outputs = [f"--{kind}_out={output_root}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    status = protoc.main(["protoc", f"-I{IMPORT_ROOT}", f"-I{well_known}", *outputs, *sources])
+    scripts = Path(sysconfig.get_path("scripts"))  # the venv need not be on PATH
+    plugins = [f"--plugin={name}={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+    status = protoc.main(["protoc", f"-I{IMPORT_ROOT}", f"-I{well_known}", *plugins, *outputs, *sources])
     if status != 0:
         raise RuntimeError(f"protoc ended with status {status}")
     return sorted((output_root / IMPORT_PATH).glob("*_pb2*"))
