@@ -31,6 +31,8 @@ def node() -> None:
 @click.option("--max-sessions", type=int, help="Sessions kept in memory.  [default: 512]")
 @click.option("--store-max-bytes", help="Size the store may grow to.  [default: 16GiB]")
 @click.option("--store-max-files", type=int, help="Snapshots the store may hold.  [default: 4096]")
+@click.option("--store-version", type=click.IntRange(1, 3), help="Of snapshots written: 1 or 3.  [default: 3]")
+@click.option("--store-write-per-hour", help="Bytes written to the store in an hour at most.  [default: no limit]")
 @click.option("--publish-every-tokens", type=int, help="Rows after which a running turn is saved.  [default: 256]")
 @click.option("--publish-min-tokens", type=int, help="Growth worth saving at the end of a turn.  [default: 16]")
 @click.option("--restore-min-tokens", type=int, help="Rows a restore must gain over memory.  [default: 32]")

@@ -7,7 +7,7 @@ import re
 import socket
 import tomllib
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
@@ -70,11 +70,13 @@ class NodeConfig(BaseSettings):
     max_sessions: int = Field(default=512, ge=1, le=100_000, description="sessions kept in memory")
     store_max_bytes: ByteSize = Field(default=ByteSize(16 << 30), ge=1 << 20, description="size the store may grow to")
     store_max_files: int = Field(default=4096, ge=1, description="snapshots the store may hold")
-    publish_every_tokens: int = Field(
-        default=256,
-        ge=32,
-        description="rows after which a running turn is published; a version 1 file is written whole",
+    store_version: Literal[1, 3] = Field(
+        default=3, description="of the snapshots written: 3, segments of new rows; 1, whole files for other programs"
     )
+    store_write_per_hour: ByteSize | None = Field(
+        default=None, ge=1 << 20, description="bytes that this node writes in an hour at most, to spare flash"
+    )
+    publish_every_tokens: int = Field(default=256, ge=32, description="rows after which a running turn is published")
     publish_min_tokens: int = Field(
         default=16, ge=1, description="growth that is worth a new file at the end of a turn"
     )

@@ -16,12 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.errors import OutOfKvMemory
-from kvferry.engine.kv_cache import KvSequence
+from kvferry.engine.kv_cache import KvPool, KvSequence
 from kvferry.node.errors import StoreDown
 from kvferry.node.io_lane import IoLane
 from kvferry.node.messages import PublishDone, Published, PublishRequest, RestoreDone, RestoreRequest
 from kvferry.node.refusals import refused_prefixes
-from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError, StoreFull, StoreUnavailable
+from kvferry.node.sequence_rows import SequenceRows
+from kvferry.store.errors import (
+    SnapshotGone,
+    SnapshotRejected,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    WriteBudgetSpent,
+)
 from kvferry.store.snapshot_store import Match, SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -42,26 +50,41 @@ class RestoreAbandoned(Exception):
     """Raised into a restore that nobody waits for any more."""
 
 
-class _Staging:
-    """RowSink into a sequence, which counts nothing before commit; RowSource that shows progress."""
+class _Staging(SequenceRows):
+    """A sequence's rows that show progress, and stop when nobody waits for them any more."""
 
-    def __init__(self, sequence: KvSequence, tell: Callable[[], None], request: RestoreRequest | None = None) -> None:
-        self._sequence = sequence
+    def __init__(
+        self,
+        pool: KvPool | None,
+        sequence: KvSequence,
+        tell: Callable[[], None],
+        request: RestoreRequest | None = None,
+        n_rows: int = 0,
+    ) -> None:
+        super().__init__(pool, sequence, n_rows)
         self._tell = tell
         self._request = request
 
     def write_rows(self, layer: int, start: int, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
         """Stage rows start.. of a layer, float32 [n, kv_dim]."""
-        if self._request is not None and self._request.abandoned:
-            raise RestoreAbandoned
-        self._sequence.write_rows(layer, start, k, v)
-        self._tell()
+        self._gets_on()
+        super().write_rows(layer, start, k, v)
 
     def read_rows(
         self, layer: int, start: int, stop: int, k_out: NDArray[np.float32], v_out: NDArray[np.float32]
     ) -> None:
         """Copy rows start..stop-1 of a layer out, float32 [stop - start, kv_dim]."""
-        self._sequence.read_rows(layer, start, stop, k_out, v_out)
+        super().read_rows(layer, start, stop, k_out, v_out)
+        self._gets_on()
+
+    def tile_buffers(self, layer: int, first_block: int, n_blocks: int) -> list[memoryview] | None:
+        """Where the blocks lie; asked for every few MiB."""
+        self._gets_on()
+        return super().tile_buffers(layer, first_block, n_blocks)
+
+    def _gets_on(self) -> None:
+        if self._request is not None and self._request.abandoned:
+            raise RestoreAbandoned
         self._tell()
 
 
@@ -76,7 +99,10 @@ class IoThreads:
         new_sequence: Callable[[], KvSequence],
         deliver: Callable[[RestoreDone | PublishDone], None],
         stall_seconds: float,
+        pool: KvPool | None = None,
     ) -> None:
+        """``pool``: of the sequences, so that whole blocks are read and written where they lie."""
+        self._pool = pool
         self._open_store = open_store
         self._new_sequence = new_sequence
         self._deliver = deliver
@@ -229,7 +255,8 @@ class IoThreads:
         self._reads.tell()
         refused = store.refused()
         news = [f"{name}: {refused[name]}" for name in report.refused[:MAX_REFUSALS] if name in refused]
-        return news + refused_prefixes(request.token_ids, refused)[-MAX_REFUSALS:]
+        segments = [f"{name}: {why}" for name, why in store.refused_of(request.token_ids).items()]
+        return news + (refused_prefixes(request.token_ids, refused) + segments)[-MAX_REFUSALS:]
 
     def _restore_best(
         self, store: SnapshotStore, request: RestoreRequest, refused: list[str], started_at: float
@@ -238,20 +265,26 @@ class IoThreads:
             match = store.find(request.token_ids, min_tokens=request.n_rows_at_least)
             if match is None or request.abandoned:
                 break
+            known = store.refused()
             try:
-                return self._read(store, match, request, started_at)
+                done = self._read(store, match, request, started_at)
             except SnapshotRejected as error:
                 log.warning("rows are recomputed: %s", error)
                 refused.append(f"{match.name}: {error.reason}")
             except SnapshotGone:
                 log.info("snapshot %s went away before it was read", match.name)
+            else:  # a chain may be damaged further on: what lies before the damage is of use
+                refused += [f"{name}: {why}" for name, why in store.refused().items() if name not in known]
+                return done
         return RestoreDone(request=request)
 
     def _read(self, store: SnapshotStore, match: Match, request: RestoreRequest, started_at: float) -> RestoreDone:
         n_rows = min(match.n_common, request.n_rows_at_most)
         sequence = self._new_sequence()
         try:
-            store.restore(match, n_rows, _Staging(sequence, self._reads.tell, request))
+            n_rows = store.restore_usable(
+                match, n_rows, _Staging(self._pool, sequence, self._reads.tell, request, n_rows)
+            )
             sequence.commit(n_rows)
         except BaseException:
             sequence.release()
@@ -272,9 +305,10 @@ class IoThreads:
             return PublishDone(request=request, error=StoreDown(self._write_error))
         with self._writes.working("publishing a session") as began_at:
             try:
-                info = self._store.publish(request.token_ids, _Staging(request.sequence, self._writes.tell))
+                info = self._store.publish(request.token_ids, _Staging(self._pool, request.sequence, self._writes.tell))
             except StoreError as error:
-                if isinstance(error, StoreUnavailable | StoreFull):  # else only this snapshot is not wanted
+                spared = isinstance(error, WriteBudgetSpent)  # by this node's own wish, for an hour at most
+                if isinstance(error, StoreUnavailable | StoreFull) and not spared:  # else only this one is not wanted
                     self._write_error, self._is_full = str(error), isinstance(error, StoreFull)
                 log.warning("session %s was not saved: %s", request.session_id, error)
                 return PublishDone(request=request, error=error)

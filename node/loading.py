@@ -50,6 +50,7 @@ def load_serving(
             new_sequence=engine.new_sequence,
             deliver=lambda done: threads[0].send(done),  # noqa: PLW0108 - the thread is made below
             stall_seconds=config.store_stall_seconds,
+            pool=engine.pool,
         )
         _start(io)
     threads.append(_make_engine_thread(config, engine, io, loop, on_fatal))
@@ -70,6 +71,8 @@ def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
         max_bytes=int(config.store_max_bytes),
         max_files=config.store_max_files,
         node_id=config.node_id,
+        version=config.store_version,
+        write_bytes_per_hour=None if config.store_write_per_hour is None else int(config.store_write_per_hour),
     )
 
 

@@ -18,7 +18,8 @@ class SequenceRows:
     different layers afterwards. Raises OutOfKvMemory then.
     """
 
-    def __init__(self, pool: KvPool, sequence: KvSequence, n_rows: int = 0) -> None:
+    def __init__(self, pool: KvPool | None, sequence: KvSequence, n_rows: int = 0) -> None:
+        """``pool``: the sequence's; without it whole blocks are copied like others."""
         self._pool = pool
         self._sequence = sequence
         self._n_rows = n_rows
@@ -33,8 +34,9 @@ class SequenceRows:
         self._sequence.write_rows(layer, start, k, v)
 
     def tile_buffers(self, layer: int, first_block: int, n_blocks: int) -> list[memoryview] | None:
-        """The memory of whole blocks: K [nkv][hd][32], then V [nkv][32][hd]. None when they count already and shared
-        memory would be written to."""
+        """The memory of whole blocks, each contiguous: K [nkv][hd][32], then V [nkv][32][hd]."""
+        if self._pool is None:
+            return None
         self._sequence.reserve(self._n_rows)
         tiles = self._pool.tiles
         blocks = self._sequence.block_table[first_block : first_block + n_blocks]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,16 @@ from kvferry.store.payload import F32Rows, Kind, Planes, PlaneSink, PlaneSource,
 from kvferry.store.publish import Outcome, publish
 from kvferry.store.segment_file import BlockDamagedError, Terms, open_segment
 from kvferry.store.segment_writer import SegmentWriter, layout_for
-from kvferry.store.vlkv3 import HINT_BYTES, NO_PARENT, ContentSpan, Extent, hint_of, identity_ids, prefix_digest
+from kvferry.store.vlkv3 import (
+    HINT_BYTES,
+    NO_PARENT,
+    ContentSpan,
+    Extent,
+    hint_of,
+    identity_ids,
+    prefix_digest,
+    segment_name,
+)
 from kvferry.store.write_budget import WriteBudget
 
 _log = logging.getLogger(__name__)
@@ -270,6 +279,22 @@ class SegmentShelf:
             with suppress(StoreError):
                 if self.directory.quarantine(name) is not None:
                     self.on_count(n_quarantined=1)
+
+    def refused_of(self, ids: TokenIds, refused: Mapping[str, str]) -> list[str]:
+        """Names of the refused segments that would have continued a stored prefix of these tokens, without content."""
+        suspects = {name for name in refused if names.is_segment(name)}
+        if not suspects:
+            return []
+        chain = self._longest_chain(ids)
+        starts = {0, *(segment.start for segment, _ in chain), *(stop for _, stop in chain)}
+        digests = [self._digest(ids[:end], ()) for end in range(len(ids) + 1)]
+        digests[0] = NO_PARENT
+        return [
+            name
+            for start in sorted(starts)
+            for end in range(start + 1, len(ids) + 1)
+            if (name := segment_name(digests[start], digests[end], self.kind)) in suspects
+        ]
 
     # --- compaction
 

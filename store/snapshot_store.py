@@ -351,6 +351,12 @@ class SnapshotStore:
         """Name and reason of files that were refused; they are left where they are."""
         return self._catalog.refused()
 
+    def refused_of(self, token_ids: ArrayLike) -> dict[str, str]:
+        """Name and reason of refused segments that hold rows of these tokens. 20 us a token when any is refused."""
+        refused = self._catalog.refused()
+        found = self._segments.refused_of(np.asarray(token_ids, np.int32), refused)
+        return {name: refused[name] for name in found}
+
     def statistics(self) -> StoreStatistics:
         """Counts since the start."""
         with self._lock:

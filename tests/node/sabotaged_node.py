@@ -41,8 +41,9 @@ def sabotaged(real: Callable[..., Any], blocked_by: str, failed_by: str) -> Call
     return method
 
 
-for name in ("restore", "publish", "reap"):
-    setattr(SnapshotStore, name, sabotaged(getattr(SnapshotStore, name), name, "never"))
+for name in ("restore_usable", "publish", "reap"):
+    order = name.partition("_")[0]
+    setattr(SnapshotStore, name, sabotaged(getattr(SnapshotStore, name), order, "never"))
 Engine.forward = sabotaged(Engine.forward, "hang", "fail")  # type: ignore[method-assign]
 
 main()

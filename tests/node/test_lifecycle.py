@@ -116,7 +116,7 @@ def test_sigterm_saves_and_ends_and_moves_the_turns(tmp_path: Path, smollm2_path
         assert error_of(caught.value)[:2] == ("UNAVAILABLE", "draining")
         assert node.process.wait(20) == 0
         assert "Traceback" not in node.log
-    assert len(list(store.glob("*/kv_*.kv"))) == 1
+    assert len(list(store.glob("*/kv3_*.kv"))) == 1
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, smollm2_path: Path) -> None:

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from kvferry.proto.v1 import common_pb2, worker_pb2
-from kvferry.store import vlkv
+from kvferry.store import vlkv3
 
 from .running_node import SABOTAGED, Answer, RunningNode, error_of, node_command, running_node
 
@@ -62,7 +60,7 @@ def test_a_session_goes_on_in_another_process_and_what_another_publishes_is_foun
     restored = stored.run_turn(following, max_tokens=8, end_token_ids=[])
     assert restored.sources == (0, len(prompt) + 7, 4)
     assert restored.prefix is not None
-    assert restored.prefix.snapshot in {path.name for path in store_of.glob("kv_*.kv")}
+    assert restored.prefix.snapshot in {path.name for path in store_of.glob("kv*.kv")}
     assert restored.prefix.restore_seconds > 0
     assert stored.status().load.restore_bytes_per_second > 0
     assert restored.tokens == control(following, max_tokens=8, end_token_ids=[])
@@ -181,7 +179,7 @@ def test_a_snapshot_that_was_damaged_before_the_start_is_refused_told_and_recomp
     prompt = own(prompts["chat_en"] * 2)
     whole = stored.run_turn(prompt, session=session, max_tokens=4, end_token_ids=[])
     name = save(stored, session).name
-    assert name == vlkv.file_name(vlkv.fnv1a(_ids(prompt + whole.tokens[:3])))
+    assert name.startswith("kv3_")
     copied = tmp_path / "store" / store_of.name / name
     copied.parent.mkdir(parents=True)
     shutil.copy(store_of / name, copied)
@@ -202,8 +200,26 @@ def _check_recomputed(node: RunningNode, session: str, tokens: list[int], expect
     assert node.status().load.store_ok
 
 
-def _ids(tokens: list[int]) -> NDArray[np.int32]:
-    return np.array(tokens, dtype=np.int32)
+def test_rows_before_a_damaged_block_are_used_and_the_rest_is_computed(
+    stored: RunningNode, store_of: Path, prompts: Prompts, own: Own, control: Control, session: str
+) -> None:
+    prompt = own(prompts["chat_en"] * 2)
+    whole = stored.run_turn(prompt, session=session, max_tokens=4, end_token_ids=[])
+    name = save(stored, session).name
+    following = [*prompt, *whole.tokens, 7, 7]
+    data = bytearray((store_of / name).read_bytes())
+    extent = vlkv3.parse_extent(bytes(data), None)
+    data[extent.block_offset(17, extent.first_block + 2) + 100] ^= 8
+    (store_of / name).write_bytes(data)
+    expected = control(following, max_tokens=4, end_token_ids=[])
+    stored.drop(session)
+    answer = stored.run_turn(following, session=session, max_tokens=4, end_token_ids=[])
+    n_good = (extent.first_block + 2) * 32
+    assert answer.tokens == expected
+    assert answer.sources == (0, n_good, len(following) - n_good)
+    assert answer.prefix is not None
+    assert [entry.partition(":")[0] for entry in answer.prefix.refused_snapshots] == [name]
+    assert not (store_of / name).exists()
 
 
 def test_files_of_another_shape_are_refused_and_the_node_answers(
@@ -331,9 +347,8 @@ def test_a_node_that_is_killed_while_it_publishes_leaves_nothing_torn(
             assert list(answer.prefix.refused_snapshots) == []
             time.sleep(random_delay.uniform(0.0, 0.15))
             node.stop(signal.SIGKILL)
-        for path in store.glob("*/kv_*.kv"):
-            n_tokens = int.from_bytes(path.read_bytes()[24:28], "little")
-            assert path.stat().st_size == 64 + n_tokens * (4 + 30 * 2 * 4 * 192)
+        for path in store.glob("*/kv3_*.kv"):
+            assert path.stat().st_size == vlkv3.parse_extent(path.read_bytes()[:320], None).file_bytes
 
 
 def test_memory_is_a_budget_and_evicted_sessions_come_back_from_the_store(

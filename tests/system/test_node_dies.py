@@ -111,7 +111,7 @@ def wait_for_more_snapshots(client: Client, n_before: int) -> None:
 
 def verify_new_files(store: Path, verified: set[Path]) -> None:
     """Every byte of every file with a final name that was not looked at yet; one that was replaced may vanish."""
-    for path in sorted(set(store.rglob("kv_*.kv")) - verified):
+    for path in sorted(set(store.rglob("kv*.kv")) - verified):
         command = [sys.executable, "-m", "kvferry.client.cli", "kv", "verify", str(path)]
         checked = subprocess.run(command, capture_output=True, text=True, check=False)
         assert checked.returncode == 0 or not path.exists(), checked.stderr
