@@ -37,7 +37,7 @@ class _Node:
     depth: int
     parent: _Node | None
     children: dict[int, _Node] = field(default_factory=dict)
-    keys: set[str] = field(default_factory=set)  # the sequences that end here
+    keys: tuple[str, ...] = ()  # the sequences that end here: one, as a rule, and a set for it costs 200 bytes
     best: tuple[int, str] | None = (
         None  # (n_tokens, key) of the shortest sequence at or below, the smallest key among equals
     )
@@ -90,7 +90,7 @@ class LcpIndex:
             node = self._split(node, n_matched)
         if n_matched < len(token_ids):
             node = self._attach(node, np.array(token_ids[n_matched:], np.int32))
-        node.keys.add(key)
+        node.keys = (*node.keys, key)
         self._ends[key] = node
         self._offer_upward(node, (node.depth, key))
 
@@ -99,7 +99,7 @@ class LcpIndex:
         node = self._ends.pop(key, None)
         if node is None:
             return False
-        node.keys.discard(key)
+        node.keys = tuple(other for other in node.keys if other != key)
         self._withdraw_upward(self._prune(node), key)
         return True
 
