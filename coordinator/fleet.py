@@ -66,12 +66,12 @@ class Fleet:
     def view(self, n_stored: Mapping[str, int], token_ids: TokenArray) -> View:
         """For a request with these tokens, int32 [n]."""
         members = self.members()
-        nodes = [member.node for member in members]
+        nodes = {member.node.node_id: member.node for member in members}
         return View(
             members=members,
             n_placed=self._n_placed,
             n_stored=n_stored,
-            n_shared=self.forecasts.shared(nodes, token_ids),
+            n_shared=self.forecasts.shared(nodes.values(), token_ids),
             forecasts=self.forecasts.of(nodes, self._clock()),
         )
 

@@ -121,9 +121,9 @@ class Forecasts:
 
     # What is asked.
 
-    def of(self, nodes: Iterable[Node], now_s: float) -> ForecastsNow:
-        """By node id, each worked out when it is asked for."""
-        return ForecastsNow({node.node_id: node for node in nodes}, lambda node: self._forecast(node, now_s))
+    def of(self, nodes: Mapping[str, Node], now_s: float) -> ForecastsNow:
+        """By node id, each worked out when it is asked for. ``nodes``: by id."""
+        return ForecastsNow(nodes, lambda node: self._forecast(node, now_s))
 
     def shared(self, nodes: Iterable[Node], token_ids: TokenArray) -> dict[str, int]:
         """node_id → leading tokens of these, int32 [n], whose rows its memory has for any session."""

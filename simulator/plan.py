@@ -122,6 +122,10 @@ class Planner:
             )
         self._members = [Member(node=node, state=NodeState.LIVE, silent_seconds=0.0) for node in self.nodes]
         self.by_name = {board.name: (board, node) for board, node in zip(self.boards, self.nodes, strict=True)}
+        self._nodes_by_id = {node.node_id: node for node in self.nodes}
+        # Kept up with each change, since a fleet of thousands cannot be counted for each question.
+        self._n_placed: dict[str, int] = {}
+        self._shared: dict[int, dict[str, int]] = {}
         self._rule = rule
         self._sessions = [_Session(plan, number) for number, plan in enumerate(sessions)]
         self._events: list[tuple[float, int, str, object]] = []
@@ -147,10 +151,10 @@ class Planner:
         stored = self.store.rows_for(asked.session, asked.system, asked.system_tokens)
         return View(
             members=self._members,
-            n_placed={board.name: board.n_turns for board in self.boards},
+            n_placed=self._n_placed,
             n_stored={FINGERPRINT: min(stored, asked.n_tokens - 1)} if stored else {},
-            n_shared={b.name: asked.system_tokens for b in self.boards if b.systems.get(asked.system)},
-            forecasts=self.forecasts.of(self.nodes, self.now_s),
+            n_shared=self._shared.get(asked.system, {}),
+            forecasts=self.forecasts.of(self._nodes_by_id, self.now_s),
         )
 
     def _ask(self, session: _Session) -> None:
@@ -178,11 +182,22 @@ class Planner:
             self._awaiting[id(job)] = self.forecasts.placed(node, prediction, board.n_turns, self.now_s)
         self._catch_up(board)
         board.submit(job, self.now_s)
+        self._note(board, plan.system, plan.system_tokens)
         self._at(board.next_s(), "board", board)
 
     def _catch_up(self, board: ModelBoard) -> None:
         started, ended = board.advance(self.now_s)
         self._tell(started, ended)
+        for job in [*started, *ended]:
+            self._note(board, job.system, job.system_tokens)
+
+    def _note(self, board: ModelBoard, system: int, system_tokens: int) -> None:
+        """What the coordinator knows of this board now."""
+        self._n_placed[board.name] = board.n_turns
+        self._shared.setdefault(system, {})[board.name] = system_tokens
+        for other, holders in self._shared.items():
+            if not board.systems.get(other):
+                holders.pop(board.name, None)
 
     def _step(self, board: ModelBoard) -> None:
         self._catch_up(board)

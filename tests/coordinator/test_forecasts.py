@@ -31,12 +31,12 @@ def ids(*token_ids: int) -> np.ndarray:
 
 def test_a_turn_without_a_token_so_far_is_in_the_way_of_the_next_one() -> None:
     forecasts = Forecasts()
-    assert forecasts.of([node()], 0.0)["a"].prefilling_s == ()
+    assert forecasts.of({"a": node()}, 0.0)["a"].prefilling_s == ()
     awaiting = forecasts.placed(node(), predicted(4.0, restore_s=2.0), 0, 0.0)
-    assert forecasts.of([node()], 1.0)["a"].reading_s == 1.0
-    assert forecasts.of([node()], 1.0)["a"].prefilling_s == (4.0,)
+    assert forecasts.of({"a": node()}, 1.0)["a"].reading_s == 1.0
+    assert forecasts.of({"a": node()}, 1.0)["a"].prefilling_s == (4.0,)
     forecasts.first_token(awaiting, 5.0)
-    assert forecasts.of([node()], 5.0)["a"].prefilling_s == ()
+    assert forecasts.of({"a": node()}, 5.0)["a"].prefilling_s == ()
 
 
 def test_a_new_boot_has_no_work_and_no_memory_but_is_the_same_board() -> None:
@@ -45,11 +45,11 @@ def test_a_new_boot_has_no_work_and_no_memory_but_is_the_same_board() -> None:
     report = common_pb2.PrefixReport(n_tokens=1_000, n_computed=1_000, prefill_seconds=40.0)
     forecasts.reported(awaiting, report, 40.0)
     forecasts.remembers(node(), "s", ids(1, 2, 3))
-    learned = forecasts.of([node()], 40.0)["a"].rates
+    learned = forecasts.of({"a": node()}, 40.0)["a"].rates
     assert learned.prefill_seconds(0, 1_000) == pytest.approx(40.0, rel=0.2)
     again = node(boot_id="boot2")
-    assert forecasts.of([again], 40.0)["a"].prefilling_s == ()
-    assert forecasts.of([again], 40.0)["a"].rates == learned
+    assert forecasts.of({"a": again}, 40.0)["a"].prefilling_s == ()
+    assert forecasts.of({"a": again}, 40.0)["a"].rates == learned
     assert forecasts.shared([again], ids(1, 2, 3, 4)) == {}
 
 
@@ -78,7 +78,7 @@ def test_predictions_are_scored_by_what_came() -> None:
 
 def test_turns_that_hold_their_slots_longer_make_a_full_batch_a_longer_wait() -> None:
     forecasts = Forecasts()
-    before = forecasts.of([node()], 0.0)["a"].turn_s
+    before = forecasts.of({"a": node()}, 0.0)["a"].turn_s
     for _ in range(50):
         forecasts.turn_ended(60.0)
-    assert before < 55.0 < forecasts.of([node()], 0.0)["a"].turn_s
+    assert before < 55.0 < forecasts.of({"a": node()}, 0.0)["a"].turn_s
