@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.config import ModelConfig
-from kvferry.engine.errors import ContextExceeded, InvalidTokens, OutOfKvMemory
+from kvferry.engine.errors import ContextExceeded, InvalidTokens, OutOfKvMemory, UnsupportedArchitecture
 from kvferry.engine.files.model_file import ModelFile
 from kvferry.engine.files.open_model import open_model
 from kvferry.engine.fingerprint import fingerprint
@@ -27,6 +28,7 @@ from kvferry.engine.mrope import mrope_rows
 from kvferry.engine.packing import PackedModel, Quant, aligned_empty, pack_model, whole_blocks
 from kvferry.engine.text.model import TextModel
 from kvferry.engine.threads import WorkerThreads, new_control
+from kvferry.engine.vision.tower import VisionTower
 
 _F32 = NDArray[np.float32]
 
@@ -73,7 +75,9 @@ class Chunk:
 class Engine:
     """Not thread-safe: one thread at a time may call ``forward``. Sequences may be read and released from others."""
 
-    def __init__(self, packed: PackedModel, options: EngineOptions, model_fingerprint: str) -> None:
+    def __init__(
+        self, packed: PackedModel, options: EngineOptions, model_fingerprint: str, file: ModelFile | None = None
+    ) -> None:
         config = packed.config
         self.config: Final = config
         self.fingerprint: Final = model_fingerprint
@@ -84,6 +88,7 @@ class Engine:
         self.pool: Final = KvPool(self.geometry, options.kv_bytes)
         self.max_batch_rows: Final = options.max_batch_rows
         self._packed = packed
+        self._file = file
         self._workspace = _Workspace(config, options, self.pool)
         self._step: NDArray[Any] = np.zeros(1, records.STEP)
         self._records = (packed.model, packed.layers, self._workspace.record, self._step)
@@ -102,9 +107,16 @@ class Engine:
         """
         file = open_model(path)
         packed = pack_model(file, _context_length(file.config, options), options.quant)
-        engine = cls(packed, options, _fingerprint(file, packed.recipe, options.kv))
+        engine = cls(packed, options, _fingerprint(file, packed.recipe, options.kv), file)
         engine._warm_up()
         return engine
+
+    @cached_property
+    def tower(self) -> VisionTower:
+        """The model's vision tower; packed when it is first asked for. UnsupportedArchitecture where there is none."""
+        if self._file is None:
+            raise UnsupportedArchitecture("this engine was made without the file that a vision tower is read from")
+        return VisionTower(self._file, self.n_threads)
 
     def new_sequence(self) -> KvSequence:
         """An empty sequence. Release it when it is no longer needed."""

@@ -151,12 +151,7 @@ class _Packer:
         as_stored = {_native_kind(tensor) for tensor in tensors}
         native = as_stored.pop() if len(as_stored) == 1 else None
         kind = self._own_kind(names[0]) if native is None else native
-        n_rows, n_cols = tensors[0].shape
-        n_groups = -(-n_rows // UNIT_ROWS) * UNIT_ROWS // GROUP_ROWS
-        n_blocks = whole_blocks(n_cols) // QUANT_BLOCK
-        shape = (len(tensors), n_groups, n_blocks, weight_block_bytes(kind, GROUP_ROWS))
-        packed = aligned_empty(int(np.prod(shape))).reshape(shape)
-        packed[:, n_rows // GROUP_ROWS :] = 0  # rows that only fill the last unit
+        packed = _empty_groups(len(tensors), tensors[0].shape, kind)
         for name, tensor, target in zip(names, tensors, packed, strict=True):
             try:
                 pack_tensor(tensor, target, kind, as_stored=native is not None)
@@ -171,6 +166,23 @@ class _Packer:
     def _keep(self, array: NDArray[Any]) -> int:
         self.arrays.append(array)
         return array.ctypes.data
+
+
+def _empty_groups(n_tensors: int, shape: tuple[int, int], kind: int) -> _U8:
+    """Room for packed tensors [n_tensors, n_groups, n_blocks, block bytes]; rows that only fill a unit are zero."""
+    n_rows, n_cols = shape
+    n_groups = -(-n_rows // UNIT_ROWS) * UNIT_ROWS // GROUP_ROWS
+    packed_shape = (n_tensors, n_groups, whole_blocks(n_cols) // QUANT_BLOCK, weight_block_bytes(kind, GROUP_ROWS))
+    packed = aligned_empty(int(np.prod(packed_shape))).reshape(packed_shape)
+    packed[:, n_rows // GROUP_ROWS :] = 0
+    return packed
+
+
+def pack_as_q8(tensor: Tensor) -> _U8:
+    """A tensor on its own as q8, [n_groups, n_blocks, block bytes]."""
+    packed: _U8 = _empty_groups(1, tensor.shape, WEIGHTS_Q8)[0]
+    pack_tensor(tensor, packed, WEIGHTS_Q8, as_stored=_native_kind(tensor) == WEIGHTS_Q8)
+    return packed
 
 
 def _expert_names(prefix: str, part: str, moe: MoeConfig) -> list[str]:

@@ -21,6 +21,13 @@ from kvferry.engine.kernels.vector_ir import (
     QUANT_MAX,
     QUANT_SMALLEST,
 )
+from kvferry.engine.kernels.vision_ir import (
+    ERF_COEFFICIENTS,
+    ERF_P,
+    GELU_CUBIC,
+    GELU_FACTOR,
+    SQRT_HALF,
+)
 
 F32 = NDArray[np.float32]
 _f = np.float32
@@ -136,34 +143,29 @@ def route(x: F32, router: F32, n_active: int, *, normalise: bool) -> tuple[NDArr
     return chosen, weights
 
 
-def rms_norm(x: F32, weight: F32, epsilon: float) -> F32:
-    squares = np.zeros((*x.shape[:-1], QUANT_BLOCK), np.float32)
-    for block in range(x.shape[-1] // QUANT_BLOCK):
-        values = x[..., block * QUANT_BLOCK : (block + 1) * QUANT_BLOCK]
-        squares = fma(values, values, squares)
-    root = np.sqrt(fold_halves(squares) / _f(x.shape[-1]) + _f(epsilon))
-    return x * (_f(1) / root)[..., None] * weight
+def layer_norm(x: F32, weight: F32, bias: F32, epsilon: float) -> F32:
+    n = _f(x.shape[-1])
+    sums = np.zeros((*x.shape[:-1], QUANT_BLOCK), np.float32)
+    for start in range(0, x.shape[-1], QUANT_BLOCK):
+        sums = sums + x[..., start : start + QUANT_BLOCK]
+    centred = x - (fold_halves(sums) / n)[..., None]
+    root = np.sqrt(dot(centred, centred) / n + _f(epsilon))
+    return centred * (_f(1) / root)[..., None] * weight + bias
 
 
-def linear(x: F32, q: NDArray[np.integer], d: F32, m: F32 | None) -> F32:
-    """Quantised x [tokens, K] times weights [rows, K] of integers q, scales d and minima m [rows, K / 32]."""
-    values, scale = quantise(x)
-    y = np.zeros((len(x), len(q)), np.float32)
-    for block in range(d.shape[1]):
-        part = slice(block * QUANT_BLOCK, (block + 1) * QUANT_BLOCK)
-        integers = values[:, part].astype(np.int64)
-        dot = integers @ q[:, part].astype(np.int64).T
-        s = scale[:, block, None]
-        y = fma(dot.astype(np.float32) * s, d[:, block], y)
-        if m is not None:
-            y = fma(m[:, block], s * integers.sum(axis=1).astype(np.float32)[:, None], y)
-    return y
+def gelu_tanh(x: F32) -> F32:
+    inner = (x + x * x * x * _f(GELU_CUBIC)) * _f(GELU_FACTOR)
+    return x / (_f(1) + exp(-inner))
 
 
-def rope(x: F32, cos: F32, sin: F32, scale: float = 1.0) -> F32:
-    """x [..., head_dim]; cos and sin [..., head_dim / 2]."""
-    low, high = np.split(x, 2, axis=-1)
-    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1) * _f(scale)
+def gelu_erf(x: F32) -> F32:
+    z = np.abs(x) * _f(SQRT_HALF)
+    ratio = _f(1) / fma(_f(ERF_P), z, _f(1))
+    polynomial = np.full_like(x, ERF_COEFFICIENTS[-1])
+    for coefficient in reversed(ERF_COEFFICIENTS[:-1]):
+        polynomial = fma(polynomial, ratio, _f(coefficient))
+    tail = polynomial * ratio * exp(-(z * z)) * _f(0.5)
+    return x * np.where(x < 0, tail, _f(1) - tail)
 
 
 def kept(rows: F32, kind: str) -> F32:

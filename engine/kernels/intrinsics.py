@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from numba import extending, types
 
-from kvferry.engine.kernels import attention_ir, kv_ir, linear_ir, sync_ir, vector_ir
+from kvferry.engine.kernels import attention_ir, kv_ir, linear_ir, sync_ir, vector_ir, vision_ir
 from kvferry.engine.kernels.instruction_sets import host_instruction_set
 from kvferry.engine.kernels.ir_tools import F16, F32, I8, I16, I64, POINTER, Builder, Value, load, store
 
@@ -128,6 +128,26 @@ def add_scaled(_context: Any, target: Any, source: Any, factor: Any, n_blocks: A
 @intrinsic
 def copy_bytes(_context: Any, target: Any, source: Any, n_bytes: Any) -> Any:
     return _emit(_NOTHING, [_INT] * 3, sync_ir.build_copy)
+
+
+@intrinsic
+def layer_norm(_context: Any, x: Any, weight: Any, bias: Any, n_blocks: Any, epsilon: Any, out: Any) -> Any:
+    return _emit(_NOTHING, [_INT, _INT, _INT, _INT, _FLOAT, _INT], vision_ir.build_layer_norm)
+
+
+@intrinsic
+def gelu_tanh(_context: Any, x: Any, n_blocks: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 2, vision_ir.build_gelu_tanh)
+
+
+@intrinsic
+def gelu_erf(_context: Any, x: Any, n_blocks: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 2, vision_ir.build_gelu_erf)
+
+
+@intrinsic
+def quantise_floats(_context: Any, x: Any, n_blocks: Any, row: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 3, vision_ir.build_quantise)
 
 
 @intrinsic

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numba import types
 
-from kvferry.engine.kernels import forward, packing, records, sync
+from kvferry.engine.kernels import forward, packing, records, sync, vision
 from kvferry.engine.kernels.compile_cache import compile_cache
 
 _INT: Final = types.int64
@@ -28,6 +28,11 @@ def compile_all() -> None:
     packed = types.Array(types.uint8, 3, "C")
     packing.pack_q4_1.compile((source, rows, packed))
     packing.pack_q8_0.compile((source, rows, packed))
+    vision.quantise_rows.compile((_INT,) * 4)
+    vision.layer_norm_rows.compile((_INT, _INT, _INT, _INT, _INT, types.float32, _INT))
+    vision.gelu_rows.compile((_INT,) * 4)
+    vision.linear_units.compile((_INT,) * 12)
+    vision.attend_head.compile((_INT,) * 7)
     packing.pack_q4_0.compile((source, types.Array(types.uint8, 2, "C"), rows, packed))
 
 
