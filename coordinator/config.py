@@ -42,6 +42,8 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     max_placements: Annotated[int, Field(ge=1, le=100)] = 3
     # Open turns of all sessions. Each costs its token list; a fleet of ten boards runs some hundred at once.
     max_open_turns: Annotated[int, Field(ge=1, le=100_000)] = 1_024
+    # Sessions that nobody used for so many days are deleted; 0: never.
+    expire_days: Annotated[float, Field(ge=0, le=36_500, allow_inf_nan=False)] = 0.0
     # At least this generation: the operator's word against nodes that remember a newer coordinator, which is gone for
     # good.
     generation: Annotated[int, Field(ge=0, lt=2**63)] = 0

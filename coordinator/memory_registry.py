@@ -87,13 +87,17 @@ class MemoryRegistry:
             newest = [s for s in newest if (s.updated_at_ms, s.session_id) < (after.updated_at_ms, after.session_id)]
         return newest[:limit]
 
-    async def fork_session(self, session_id: str, fork: SessionRecord, n_turns: int | None) -> SessionRecord:
+    async def fork_session(
+        self, session_id: str, fork: SessionRecord, n_turns: int | None, last_outcome: TurnOutcome | None = None
+    ) -> SessionRecord:
         async with _Write(self):
             parent = self._session(session_id)
             kept = self._kept(session_id)
             if n_turns is not None and n_turns > len(kept):
                 raise IndexOutOfRange(f"session {session_id} has {len(kept)} finished turns, not {n_turns}")
             copied = kept[:n_turns]
+            if copied and last_outcome is not None:
+                copied[-1] = dataclasses.replace(copied[-1], outcome=last_outcome)
             made = dataclasses.replace(
                 fork, model=parent.model, tokenizer_digest=parent.tokenizer_digest, n_tokens=len(_tokens(copied)),
                 n_turns=len(copied), forked_from=session_id,
@@ -101,6 +105,11 @@ class MemoryRegistry:
             self._create(made)
             self._ledger.turns[made.session_id] = [dataclasses.replace(t, session_id=made.session_id) for t in copied]
             return made
+
+    async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
+        self._check_open()
+        idle = [s for s in self._ledger.sessions.values() if s.updated_at_ms < before_ms and not s.open_turn_id]
+        return [s.session_id for s in sorted(idle, key=lambda s: (s.updated_at_ms, s.session_id))[:limit]]
 
     async def delete_session(self, session_id: str) -> None:
         async with _Write(self):

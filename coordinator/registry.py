@@ -155,11 +155,18 @@ class Registry(Protocol):
     async def list_sessions(self, limit: int, after: PageKey | None) -> list[SessionRecord]:
         """Most recently used first."""
 
-    async def fork_session(self, session_id: str, fork: SessionRecord, n_turns: int | None) -> SessionRecord:
+    async def fork_session(
+        self, session_id: str, fork: SessionRecord, n_turns: int | None, last_outcome: TurnOutcome | None = None
+    ) -> SessionRecord:
         """Make ``fork`` begin with the first ``n_turns`` kept turns (None: all).
+
+        ``last_outcome``: of the last of them in the fork, in place of its own.
 
         Raises UnknownSession, SessionExists, and IndexOutOfRange when there are fewer turns.
         """
+
+    async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
+        """Sessions without an open turn that nobody used since, the longest unused first."""
 
     async def delete_session(self, session_id: str) -> None:
         """Raises UnknownSession, and SessionBusy while a turn is open."""

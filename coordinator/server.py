@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvferry.coordinator.config import CoordinatorSettings
-from kvferry.coordinator.errors import CannotListen
+from kvferry.coordinator.errors import CannotListen, RegistryUnavailable
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
 from kvferry.coordinator.registry import Registry
@@ -48,6 +48,9 @@ MAX_CONCURRENT_CALLS: Final = 4_096
 
 STOP_SECONDS: Final = 1.0
 """Calls that are open at the end get their status at once; this is for bytes on the way."""
+
+EXPIRY_SECONDS: Final = 60.0
+"""How often old sessions are looked for; days are meant, a minute more is nothing."""
 
 CHAT_SERVICE: Final = chat_pb2.DESCRIPTOR.services_by_name["ChatService"].full_name
 FLEET_SERVICE: Final = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
@@ -135,6 +138,8 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
         snapshots.start()
         background.start(fleet.run(), "fleet")
         background.start(settle(around.settled, grace_seconds(settings, fleet, is_new=registry.is_new)), "settle")
+        if settings.expire_days:
+            background.start(expire(turns, settings.expire_days * 86_400), "expire")
         n_open = await turns.recover()
         if n_open:
             logger.info("%d open turns are taken up again", n_open)
@@ -162,6 +167,17 @@ def grace_seconds(settings: CoordinatorSettings, fleet: Fleet, *, is_new: bool) 
 async def settle(settled: asyncio.Event, seconds: float) -> None:
     await asyncio.sleep(seconds)
     settled.set()
+
+
+async def expire(turns: Turns, older_than_s: float) -> None:
+    """Now and then delete what is too old; a registry that fails is asked again later."""
+    while True:
+        try:
+            if n := await turns.expire(older_than_s):
+                logger.info("%d sessions were unused for %.1f days and are deleted", n, older_than_s / 86_400)
+        except RegistryUnavailable as e:
+            logger.warning("old sessions are not deleted at the moment: %s", e)
+        await asyncio.sleep(min(EXPIRY_SECONDS, older_than_s / 2))
 
 
 def add_health_and_reflection(server: grpc.aio.Server) -> health.aio.HealthServicer:

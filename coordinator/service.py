@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from uuid import uuid4
 
 from kvferry.coordinator import requests
+from kvferry.coordinator.errors import BadRequest
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord
 from kvferry.coordinator.snapshots import SnapshotView
@@ -66,7 +67,11 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     async def ForkSession(self, request: chat_pb2.ForkSessionRequest, context: Context) -> chat_pb2.ForkSessionResponse:
         session_id = requests.name("session_id", request.session_id)
         n_turns = request.n_turns if request.HasField("n_turns") else None
-        fork = await self.registry.fork_session(session_id, self._new_session(request.new_session_id), n_turns)
+        n_tokens = request.n_tokens if request.HasField("n_tokens") else None
+        if n_turns is not None and n_tokens is not None:
+            raise BadRequest("n_turns and n_tokens both say where the fork begins: give one of them")
+        new_session = self._new_session(request.new_session_id)
+        fork = await self.turns.fork_session(session_id, new_session, n_turns, n_tokens)
         return chat_pb2.ForkSessionResponse(session=self._session(fork))
 
     @unary

@@ -115,8 +115,17 @@ class SqliteRegistry:
 
         return await self._read(select)
 
-    async def fork_session(self, session_id: str, fork: SessionRecord, n_turns: int | None) -> SessionRecord:
-        return await self._write(lambda db: fork_session(db, session_id, fork, n_turns))
+    async def fork_session(
+        self, session_id: str, fork: SessionRecord, n_turns: int | None, last_outcome: TurnOutcome | None = None
+    ) -> SessionRecord:
+        return await self._write(lambda db: fork_session(db, session_id, fork, n_turns, last_outcome))
+
+    async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
+        query = (
+            "SELECT session_id FROM sessions WHERE updated_at_ms < ? AND open_turn_id = '' "
+            "ORDER BY updated_at_ms, session_id LIMIT ?"
+        )
+        return await self._read(lambda db: [row["session_id"] for row in db.execute(query, (before_ms, limit))])
 
     async def delete_session(self, session_id: str) -> None:
         def delete(db: sqlite3.Connection) -> None:
@@ -298,12 +307,16 @@ def begin_turn(db: sqlite3.Connection, turn: TurnRecord) -> None:
     )
 
 
-def fork_session(db: sqlite3.Connection, session_id: str, fork: SessionRecord, n_turns: int | None) -> SessionRecord:
+def fork_session(
+    db: sqlite3.Connection, session_id: str, fork: SessionRecord, n_turns: int | None, last_outcome: TurnOutcome | None
+) -> SessionRecord:
     parent = select_session(db, session_id)
     kept = select_kept_turns(db, session_id)
     if n_turns is not None and n_turns > len(kept):
         raise IndexOutOfRange(f"session {session_id} has {len(kept)} finished turns, not {n_turns}")
-    copied = kept[:n_turns]
+    copied = [dict(row) for row in kept[:n_turns]]
+    if copied and last_outcome is not None:
+        copied[-1] |= outcome_values(last_outcome)
     n_tokens = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in copied) // 4
     made = dataclasses.replace(
         fork,
@@ -315,5 +328,5 @@ def fork_session(db: sqlite3.Connection, session_id: str, fork: SessionRecord, n
     )
     insert_session(db, made)
     for position, row in enumerate(copied):
-        insert(db, "turns", {**dict(row), "session_id": made.session_id, "position": position})
+        insert(db, "turns", {**row, "session_id": made.session_id, "position": position})
     return made

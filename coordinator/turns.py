@@ -6,6 +6,7 @@ What gRPC, a simulator or a test calls; it knows records and events, no wire.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Final
 from uuid import uuid4
 
 from kvferry.coordinator.conversation import ModelAnswerText, TextSide, new_prompt_ids
+from kvferry.coordinator.cutting import cut_at
 from kvferry.coordinator.errors import (
     IndexOutOfRange,
     InvalidMessage,
@@ -22,6 +24,7 @@ from kvferry.coordinator.errors import (
     SessionBusy,
     Stopping,
     TurnExists,
+    UnknownSession,
     UnknownTurn,
 )
 from kvferry.coordinator.membership import NodeState
@@ -35,6 +38,9 @@ from kvferry.proto.v1 import chat_pb2
 Key = tuple[str, str]
 
 logger = logging.getLogger(__name__)
+
+MAX_EXPIRED_AT_ONCE: Final = 100
+"""Sessions deleted in one go; the next look finds the rest."""
 
 MAX_REPLAYS: Final = 8
 """Finished turns being made again from the registry at once; each detokenises its whole answer in a thread."""
@@ -171,6 +177,35 @@ class Turns:
             if session_id in member.node.resident and member.state is not NodeState.DEAD:
                 dropping = self._around.transport.drop_session(member.node.address, session_id)
                 self._around.background.start(dropping, "drop-session")
+
+    async def fork_session(
+        self, session_id: str, fork: SessionRecord, n_turns: int | None, n_tokens: int | None
+    ) -> SessionRecord:
+        """Make ``fork`` begin as the session does, up to a number of turns or of tokens (None: all finished turns).
+
+        Raises UnknownSession, SessionExists, IndexOutOfRange.
+        """
+        registry = self._around.registry
+        if n_tokens is None:
+            return await registry.fork_session(session_id, fork, n_turns)
+        await self._own_session(session_id)
+        kept = [t for t in await registry.list_turns(session_id) if t.outcome is not None and t.outcome.kept]
+        cut = await self._around.in_thread(
+            lambda: cut_at(kept, n_tokens, lambda turn: ModelAnswerText(self._model, turn.stop))
+        )
+        return await registry.fork_session(session_id, fork, cut.n_turns, cut.last_outcome)
+
+    async def expire(self, older_than_s: float) -> int:
+        """Delete what nobody used for so long, some at a time; returns how many."""
+        registry, n_deleted = self._around.registry, 0
+        before_ms = self._around.wall_ms() - int(older_than_s * 1000)
+        for session_id in await registry.idle_sessions(before_ms, MAX_EXPIRED_AT_ONCE):
+            # it may have been used or deleted since it was listed
+            with contextlib.suppress(UnknownSession, SessionBusy):
+                if (await registry.get_session(session_id)).updated_at_ms < before_ms:
+                    await self.delete_session(session_id)
+                    n_deleted += 1
+        return n_deleted
 
     def last_node(self, session_id: str) -> str:
         return self._last_node.get(session_id, "")

@@ -59,12 +59,20 @@ def show(session_id: str, coordinator: str, as_json: bool) -> None:
 @click.argument("session_id")
 @coordinator_option
 @click.option("--turns", type=click.IntRange(min=0), default=None, help="Keep the first N turns only.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=0),
+    default=None,
+    help="Keep the first N tokens: a turn's end, or inside an answer.",
+)
 @click.option("--name", default=None, help="Name of the new session.")
 @json_option
-def fork(session_id: str, coordinator: str, turns: int | None, name: str | None, as_json: bool) -> None:
+def fork(
+    session_id: str, coordinator: str, turns: int | None, tokens: int | None, name: str | None, as_json: bool
+) -> None:
     """Start a new conversation from the first turns of another."""
     with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
-        forked = client.session(session_id).fork(name, n_turns=turns)
+        forked = client.session(session_id).fork(name, n_turns=turns, n_tokens=tokens)
     if as_json:
         print_json({"session_id": forked.id, "forked_from": session_id})
     else:

@@ -155,10 +155,17 @@ class AsyncSession:
         request = chat_pb2.CancelTurnRequest(session_id=self.id, turn_id=turn_id)
         await self._connection.ask(self._connection.stub.CancelTurn, request)
 
-    async def fork(self, new_session_id: str | None = None, *, n_turns: int | None = None) -> AsyncSession:
-        """A new conversation that starts with the first n_turns of this one (None: all finished ones)."""
+    async def fork(
+        self, new_session_id: str | None = None, *, n_turns: int | None = None, n_tokens: int | None = None
+    ) -> AsyncSession:
+        """A new conversation that starts as this one does.
+
+        With its first n_turns, or its first n_tokens, which may end inside an answer (None: all finished turns).
+        """
         wanted = new_session_id or self._new_id()
-        request = chat_pb2.ForkSessionRequest(session_id=self.id, new_session_id=wanted, n_turns=n_turns)
+        request = chat_pb2.ForkSessionRequest(
+            session_id=self.id, new_session_id=wanted, n_turns=n_turns, n_tokens=n_tokens
+        )
         await self._connection.ask_once_done(self._connection.stub.ForkSession, request, done_already=SessionExists)
         return AsyncSession(self._connection, wanted, self._new_id)
 

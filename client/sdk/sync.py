@@ -153,9 +153,14 @@ class Session:
         """Ends a turn; it keeps the tokens that came."""
         self._loop.run(self._async.cancel(turn_id))
 
-    def fork(self, new_session_id: str | None = None, *, n_turns: int | None = None) -> Session:
-        """A new conversation that starts with the first n_turns of this one (None: all finished ones)."""
-        return Session(self._loop, self._loop.run(self._async.fork(new_session_id, n_turns=n_turns)))
+    def fork(
+        self, new_session_id: str | None = None, *, n_turns: int | None = None, n_tokens: int | None = None
+    ) -> Session:
+        """A new conversation that starts as this one does.
+
+        With its first n_turns, or its first n_tokens, which may end inside an answer (None: all finished turns).
+        """
+        return Session(self._loop, self._loop.run(self._async.fork(new_session_id, n_turns=n_turns, n_tokens=n_tokens)))
 
     def delete(self) -> None:
         """Forgets the conversation."""

@@ -321,23 +321,32 @@ class ForkSessionRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NEW_SESSION_ID_FIELD_NUMBER: _builtins.int
     N_TURNS_FIELD_NUMBER: _builtins.int
+    N_TOKENS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     new_session_id: _builtins.str
     n_turns: _builtins.int
     """Keep the first n turns; absent = all finished ones."""
+    n_tokens: _builtins.int
+    """Instead: keep the first n tokens. They have to end between two turns or inside an answer."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         new_session_id: _builtins.str = ...,
         n_turns: _builtins.int | None = ...,
+        n_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n_turns", b"_n_turns", "n_turns", b"n_turns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n_tokens", b"_n_tokens", "_n_turns", b"_n_turns", "n_tokens", b"n_tokens", "n_turns", b"n_turns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n_turns", b"_n_turns", "n_turns", b"n_turns", "new_session_id", b"new_session_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n_tokens", b"_n_tokens", "_n_turns", b"_n_turns", "n_tokens", b"n_tokens", "n_turns", b"n_turns", "new_session_id", b"new_session_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__n_tokens: _TypeAlias = _typing.Literal["n_tokens"]  # noqa: Y015
+    _WhichOneofArgType__n_tokens: _TypeAlias = _typing.Literal["_n_tokens", b"_n_tokens"]  # noqa: Y015
     _WhichOneofReturnType__n_turns: _TypeAlias = _typing.Literal["n_turns"]  # noqa: Y015
     _WhichOneofArgType__n_turns: _TypeAlias = _typing.Literal["_n_turns", b"_n_turns"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n_tokens) -> _WhichOneofReturnType__n_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n_turns) -> _WhichOneofReturnType__n_turns | None: ...
 
 Global___ForkSessionRequest: _TypeAlias = ForkSessionRequest  # noqa: Y015

@@ -22,6 +22,7 @@ IMPURE = {"time", "datetime", "os", "asyncio", "grpc", "logging", "random", "thr
         "prediction",
         "rates",
         "backlog",
+        "cutting",
         "forecasts",
         "membership",
         "requests",

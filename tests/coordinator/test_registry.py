@@ -349,6 +349,28 @@ async def test_a_fork_of_more_turns_than_there_are_or_onto_a_name_in_use_is_refu
         await registry.fork_session("s", session("s"), None)
 
 
+async def test_a_fork_may_end_with_another_outcome_than_its_parent(registry: Registry) -> None:
+    await registry.create_session(session())
+    await registry.begin_turn(turn())
+    await finish(registry)
+    shorter = outcome(answer=(3,), reason=FinishReason.CANCELLED, answer_text="h")
+    made = await registry.fork_session("s", session("f"), 1, shorter)
+    assert (made.n_tokens, made.n_turns) == (3, 1)
+    assert (await registry.session_tokens("f")).tolist() == [1, 2, 3]
+    assert plain((await registry.list_turns("f"))[0])["outcome"]["answer_text"] == "h"
+    assert (await registry.session_tokens("s")).tolist() == [1, 2, 3, 4]
+    await registry.begin_turn(turn("t2", session_id="f", history=3))
+
+
+async def test_what_nobody_used_for_long_is_found_the_longest_unused_first(registry: Registry) -> None:
+    for name, at_ms in (("b", 20), ("a", 10), ("open", 5), ("new", 99)):
+        await registry.create_session(session(name, at_ms))
+    await registry.begin_turn(turn(session_id="open", at_ms=6))
+    assert await registry.idle_sessions(before_ms=50, limit=10) == ["a", "b"]
+    assert await registry.idle_sessions(before_ms=50, limit=1) == ["a"]
+    assert await registry.idle_sessions(before_ms=10, limit=10) == []
+
+
 # Crashes.
 
 WRITER = """
