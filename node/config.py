@@ -53,6 +53,9 @@ class NodeConfig(BaseSettings):
         default=0, ge=0, le=1024, description="threads of the engine; 0: one for each processor we may use"
     )
     kv_memory: ByteSize = Field(default=ByteSize(1 << 30), ge=1 << 20, description="memory for K/V rows, such as 1GiB")
+    kv: Literal["f32", "f16", "q8"] = Field(
+        default="f32", description="what the K/V memory stores; nodes that share snapshots store the same"
+    )
     context: int | None = Field(
         default=None, ge=32, description="most tokens of a sequence; default: what the model says"
     )
@@ -123,6 +126,14 @@ class NodeConfig(BaseSettings):
         if self.coordinator and not self.advertise and host in everywhere:
             raise ValueError(
                 f"listening at {self.listen}, the node cannot know its address in the fleet: set advertise"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_saved(self) -> NodeConfig:
+        if self.store is not None and self.kv != "f32" and self.store_version == 1:
+            raise ValueError(
+                f"version 1 snapshots hold f32 rows only, not {self.kv}: set store-version to 3, or kv to f32"
             )
         return self
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.errors import OutOfKvMemory
-from kvferry.engine.kv_cache import KvPool, KvSequence
+from kvferry.engine.kv_cache import KvPool, KvSequence, Planes
 from kvferry.node.errors import StoreDown
 from kvferry.node.io_lane import IoLane
 from kvferry.node.messages import PublishDone, Published, PublishRequest, RestoreDone, RestoreRequest
@@ -75,6 +75,16 @@ class _Staging(SequenceRows):
     ) -> None:
         """Copy rows start..stop-1 of a layer out, float32 [stop - start, kv_dim]."""
         super().read_rows(layer, start, stop, k_out, v_out)
+        self._gets_on()
+
+    def write_planes(self, layer: int, start: int, planes: Planes) -> None:
+        """Stage rows start.. of a layer, as the cache holds them."""
+        self._gets_on()
+        super().write_planes(layer, start, planes)
+
+    def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
+        """Copy rows start..stop-1 of a layer out, as the cache holds them."""
+        super().read_planes(layer, start, stop, planes)
         self._gets_on()
 
     def tile_buffers(self, layer: int, first_block: int, n_blocks: int) -> list[memoryview] | None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.files.resolve import resolve_model
+from kvferry.engine.kv_cache import KvKind
 from kvferry.engine.pacing import StepPacer
 from kvferry.engine.sampling import warm_up
 from kvferry.engine.scheduler import Scheduler
@@ -26,6 +27,7 @@ from kvferry.node.state import Identity, Serving
 from kvferry.proto.v1 import common_pb2
 from kvferry.store.errors import StoreError
 from kvferry.store.geometry import KvGeometry
+from kvferry.store.payload import Kind
 from kvferry.store.snapshot_store import SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,12 @@ def load_serving(
 ) -> Serving:
     """Everything but starting the engine thread. Raises EngineError, StoreMisconfigured."""
     path = resolve_model(config.model)
-    options = EngineOptions(n_threads=config.n_threads, kv_bytes=int(config.kv_memory), context_length=config.context)
+    options = EngineOptions(
+        n_threads=config.n_threads,
+        kv_bytes=int(config.kv_memory),
+        context_length=config.context,
+        kv=KvKind(config.kv),
+    )
     engine = Engine.load(path, options)
     _warm_up(engine)
     threads: list[EngineThread] = []
@@ -72,6 +79,7 @@ def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
         max_files=config.store_max_files,
         node_id=config.node_id,
         version=config.store_version,
+        kind=Kind[geometry.kind.name],
         write_bytes_per_hour=None if config.store_write_per_hour is None else int(config.store_write_per_hour),
     )
 

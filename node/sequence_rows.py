@@ -6,13 +6,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engine.kv_cache import KvPool, KvSequence
+from kvferry.engine.kv_cache import KvPool, KvSequence, Planes
 
 _F32 = NDArray[np.float32]
 
 
 class SequenceRows:
-    """RowSource, RowSink and TileMemory. Restored rows count once the caller commits them.
+    """RowSource, RowSink, PlaneSource, PlaneSink and TileMemory. Restored rows count once the caller commits them.
 
     ``n_rows`` is how many will be restored: memory for all is taken at the first call, so that two threads may fill
     different layers afterwards. Raises OutOfKvMemory then.
@@ -32,6 +32,15 @@ class SequenceRows:
         """Stages rows start.. of a layer, float32 [n, kv_dim]."""
         self._sequence.reserve(self._n_rows)
         self._sequence.write_rows(layer, start, k, v)
+
+    def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
+        """Copies rows start..stop-1 of a layer out as the cache holds them, whatever its kind."""
+        self._sequence.read_planes(layer, start, stop, planes)
+
+    def write_planes(self, layer: int, start: int, planes: Planes) -> None:
+        """Stages rows start.. of a layer, as read_planes gave them."""
+        self._sequence.reserve(self._n_rows)
+        self._sequence.write_planes(layer, start, planes)
 
     def tile_buffers(self, layer: int, first_block: int, n_blocks: int) -> list[memoryview] | None:
         """The memory of whole blocks, each contiguous: K [nkv][hd][32], then V [nkv][32][hd]."""
