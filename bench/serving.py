@@ -1,6 +1,6 @@
 """Continuous batching on the demo model: what running sessions feel of a long prompt, and what the prompt pays.
 
-    python -m kvferry.bench.serving [--model M] [--threads N] [--rounds N] [--ratio R] [--processor-time]
+    python -m kvferry.bench.serving [--model M] [--threads N] [--kv KIND] [--rounds N] [--ratio R] [--processor-time]
 
 Judged (issue 3): time between tokens of four running sessions while a 4,000-token prompt is prefilled, p99 <= 2.5 x
 undisturbed; the prefill slowed <= 1.5 x. The three measurements take turns, so that noise of the machine hits all. On a
@@ -24,6 +24,7 @@ from rich.table import Table
 
 from kvferry.engine.engine import Engine, EngineOptions
 from kvferry.engine.files.resolve import resolve_model
+from kvferry.engine.kv_cache import KvKind
 from kvferry.engine.pacing import StepPacer
 from kvferry.engine.sampling import SamplingSettings, warm_up
 from kvferry.engine.scheduler import Job, Scheduler
@@ -159,16 +160,18 @@ def _batches(bench: _Bench) -> Table:
 @click.command()
 @click.option("--model", default="smollm2-135m", show_default=True)
 @click.option("--threads", type=int, default=len(os.sched_getaffinity(0)), show_default=True)
+@click.option("--kv", type=click.Choice([kind.value for kind in KvKind]), default="f32", show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--ratio", "ratios", type=float, multiple=True, default=(2.5,), show_default=True)
 @click.option("--processor-time", is_flag=True, help="Of one thread, for a machine that is busy with other work.")
-def main(model: str, threads: int, rounds: int, ratios: tuple[float, ...], processor_time: bool) -> None:
+def main(model: str, threads: int, kv: str, rounds: int, ratios: tuple[float, ...], processor_time: bool) -> None:
     """Print the time between tokens beside a long prompt, and what the prompt pays for it."""
     threads = 1 if processor_time else threads
-    engine = Engine.load(resolve_model(model), EngineOptions(n_threads=threads, kv_bytes=1 << 30))
+    engine = Engine.load(resolve_model(model), EngineOptions(n_threads=threads, kv_bytes=1 << 30, kv=KvKind(kv)))
     warm_up(engine.config.vocab_size)
     console = Console()
-    console.print(f"{model}, {engine.kernel_path}, {threads} threads, {'processor' if processor_time else 'wall'} time")
+    measured = "processor" if processor_time else "wall"
+    console.print(f"{model}, {engine.kernel_path}, {threads} threads, KV {kv}, {measured} time")
     clock = time.thread_time if processor_time else time.perf_counter
     for ratio in ratios:
         console.print(_report(_Bench(engine, clock, ratio).measure(rounds), ratio))

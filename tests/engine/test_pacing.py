@@ -53,7 +53,18 @@ def test_a_step_beside_decodes_takes_what_the_ratio_allows(machine: Machine, n_d
 def test_an_undisturbed_step_is_measured_first_and_again_and_again() -> None:
     steps = prefill(StepPacer(), Machine(), 4, 4000)
     rulers = [i for i, (n, _) in enumerate(steps) if n == 0]
-    assert rulers == list(range(0, len(steps), RULER_EVERY + 1))
+    assert rulers == [i for i in range(len(steps)) if i % (RULER_EVERY + 2) < 2]
+
+
+def test_a_step_right_after_a_prompts_rows_is_no_measure() -> None:
+    """It finds other rows in the caches than its own."""
+    pacer, machine = StepPacer(), Machine()
+    prefill(pacer, machine, 4, 400)
+    before = pacer.rows(4)
+    for _ in range(10):
+        pacer.learn(4, 0, 3 * machine.seconds(4, 0, random.Random(0)))
+        pacer.learn(4, before, machine.seconds(4, before, random.Random(0)))
+    assert pacer.rows(4) == before
 
 
 def test_two_steps_that_were_held_up_change_nothing() -> None:
@@ -92,7 +103,8 @@ def test_whatever_was_measured_a_prompt_gets_on_and_no_step_is_too_large(
     pacer = StepPacer(max_rows=100)
     for step in steps:
         pacer.learn(*step)
-    pacer.learn(n_decodes, 0, 0.01)
+    for _ in range(2):
+        pacer.learn(n_decodes, 0, 0.01)
     assert MIN_ROWS <= pacer.rows(n_decodes) <= 100
 
 
