@@ -62,7 +62,7 @@ class NodeConfig(BaseSettings):
     max_running: int = Field(default=8, ge=1, le=64, description="turns in one batch")
     max_queued: int = Field(default=32, ge=0, le=1024, description="turns that may wait beside those")
     decode_slowdown: float = Field(
-        default=2.5,
+        default=2.25,
         gt=1,
         le=1000,
         description="how much longer than alone a step of running turns may take for prompts",
