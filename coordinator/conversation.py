@@ -49,6 +49,12 @@ def new_prompt_ids(
     return np.array(ids, dtype=np.int32)
 
 
+def tokens_of(turns: Sequence[TurnRecord]) -> TokenArray:
+    """Int32 [n]: the session's tokens, those of its kept turns."""
+    kept = [(turn.prompt_ids, turn.outcome.answer_ids) for turn in turns if turn.outcome and turn.outcome.kept]
+    return np.concatenate([np.empty(0, dtype=np.int32), *(ids for pair in kept for ids in pair)])
+
+
 def history_of(turns: Sequence[TurnRecord]) -> list[ChatMessage]:
     """The messages and answers of the kept turns."""
     history: list[ChatMessage] = []

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
 from uuid import uuid4
 
-from kvferry.coordinator.conversation import ModelAnswerText, TextSide, new_prompt_ids
+from kvferry.coordinator.conversation import ModelAnswerText, TextSide, new_prompt_ids, tokens_of
 from kvferry.coordinator.cutting import cut_at
 from kvferry.coordinator.errors import (
     IndexOutOfRange,
@@ -122,12 +122,14 @@ class Turns:
         A reader holds an index into the turn's events and nothing else, so a slow one costs nothing and delays nobody.
         Raises UnknownSession, UnknownTurn, IndexOutOfRange; NoNode when no node has the turn for a while, Stopping.
         """
-        record = await self._around.registry.get_turn(*key)
-        await self._own_session(record.session_id)
-        if (runner := self._runners.get(key) or await self._adopt(key)) is None:
-            for event in await self._replayed(record, from_index):
-                yield event
-            return
+        if (runner := self._runners.get(key)) is None:  # a turn that is alive needs no look at the registry
+            record = await self._around.registry.get_turn(*key)
+            await self._own_session(record.session_id)
+            runner = await self._adopt(key)
+            if runner is None:
+                for event in await self._replayed(record, from_index):
+                    yield event
+                return
         check_index(from_index, runner.turn.record.max_tokens)
         position = 0
         arrived_s = self._around.clock()
@@ -273,8 +275,8 @@ class Turns:
             raise InvalidMessage(
                 "only the first message of a session may have the role system; this session has begun already"
             )
-        history = await registry.session_tokens(request.session_id)
         turns = await registry.list_turns(request.session_id)
+        history = tokens_of(turns)
         prompt_ids = await self._around.in_thread(lambda: new_prompt_ids(self._model, turns, history, request.messages))
         n_prompt_tokens = len(history) + len(prompt_ids)
         record = TurnRecord(
