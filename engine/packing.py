@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from kvferry.engine.config import ModelConfig, MoeConfig
 from kvferry.engine.errors import ModelInvalid, UnsupportedArchitecture
 from kvferry.engine.files.model_file import ModelFile
+from kvferry.engine.files.pages import drop_pages
 from kvferry.engine.files.tensors import Tensor
 from kvferry.engine.kernels import records
 from kvferry.engine.kernels.layout import CACHE_LINE, QUANT_BLOCK, WEIGHTS_Q4, WEIGHTS_Q8, weight_block_bytes
 from kvferry.engine.kernels.linear import GROUP_ROWS, UNIT_ROWS
 from kvferry.engine.kernels.packing import pack_q4_0, pack_q4_1, pack_q8_0
-from kvferry.engine.quantise import quantise_q4, quantise_q8
+from kvferry.engine.quantise import pack_floats
 from kvferry.engine.rope import rope_table
 
 _U8 = NDArray[np.uint8]
@@ -157,6 +158,7 @@ class _Packer:
                 pack_tensor(tensor, target, kind, as_stored=native is not None)
             except ModelInvalid as error:
                 raise ModelInvalid(f"{self.file.path}: tensor {name!r}: {error}") from error
+            drop_pages(tensor)
         return self._keep(packed), kind
 
     def _own_kind(self, name: str) -> int:
@@ -201,19 +203,15 @@ def pack_tensor(tensor: Tensor, packed: _U8, kind: int, *, as_stored: bool) -> N
     """
     for start, stop in _pieces(tensor.shape):
         target = packed[start // GROUP_ROWS : -(-stop // GROUP_ROWS)]
-        rows = np.arange(stop - start, dtype=np.int64)
         if not as_stored:
             padded = np.zeros((stop - start, packed.shape[1] * QUANT_BLOCK), np.float32)
             padded[:, : tensor.shape[1]] = tensor.read(start, stop)
-            if kind == WEIGHTS_Q4:
-                pack_q4_1(_readonly(quantise_q4(padded)), rows, target)
-            else:
-                pack_q8_0(_readonly(quantise_q8(padded)), rows, target)
+            pack_floats(padded, target, kind)
             continue
         stored = tensor.stored(start, stop)
         if stored is None:
             raise ValueError("the tensor is not stored as rows")
-        source = _readonly(stored)
+        source, rows = _readonly(stored), np.arange(stop - start, dtype=np.int64)
         if tensor.kind == "q4_1":
             pack_q4_1(source, rows, target)
         elif tensor.kind == "q8_0":

@@ -1,4 +1,4 @@
-"""Float weights into the engine's own blocks of 32, as GGUF writes them (docs/numerics.md, "Weights").
+"""Float weights into the engine's own blocks of 32 (docs/numerics.md, "Weights").
 
 Plain IEEE operations in float32, element by element, so the same weights give the same bytes on every machine.
 """
@@ -11,57 +11,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.errors import ModelInvalid
-from kvferry.engine.kernels.layout import QUANT_BLOCK
+from kvferry.engine.kernels.layout import QUANT_BLOCK, WEIGHTS_Q4
+from kvferry.engine.kernels.packing import block_extremes, pack_floats_q4, pack_floats_q8
 
 _F32 = NDArray[np.float32]
-_U8 = NDArray[np.uint8]
 
 _Q8_MAX: Final = np.float32(127)
 _Q4_MAX: Final = np.float32(15)
 
 
-def quantise_q8(rows: _F32) -> _U8:
-    """float32 [n, cols] to q8_0 blocks, uint8 [n, cols / 32 * 34]. ModelInvalid for what a float16 scale cannot hold.
+def pack_floats(rows: _F32, packed: NDArray[np.uint8], kind: int) -> None:
+    """Fill ``packed`` [n_groups, n_blocks, block bytes] with float32 rows [n, n_blocks * 32].
 
-    d = float16(max |x| / 127); q = round_half_even(x / d), within -127..127; 0 where d is 0.
+    q8: d = float16(max |x| / 127). q4: m = float16(min x), d = float16((max x - min x) / 15). Raises ModelInvalid for
+    what a float16 scale cannot hold.
     """
-    blocks = _blocks(rows)
-    d = _half(np.abs(blocks).max(axis=2) / _Q8_MAX)
-    q = np.clip(np.rint(_divided(blocks, d)), -_Q8_MAX, _Q8_MAX).astype(np.int8)
-    return np.concatenate([_bytes(d), q.view(np.uint8)], axis=2).reshape(len(rows), -1)
+    lowest = np.empty((len(rows), rows.shape[1] // QUANT_BLOCK), np.float32)
+    highest = np.empty_like(lowest)
+    block_extremes(rows, lowest, highest)
+    if kind == WEIGHTS_Q4:
+        d, m = _half((highest - lowest) / _Q4_MAX), _half(lowest)
+        pack_floats_q4(rows, d.astype(np.float32), m.astype(np.float32), d.view(np.uint16), m.view(np.uint16), packed)
+    else:
+        d = _half(np.maximum(highest, -lowest) / _Q8_MAX)
+        pack_floats_q8(rows, d.astype(np.float32), d.view(np.uint16), packed)
 
 
-def quantise_q4(rows: _F32) -> _U8:
-    """float32 [n, cols] to q4_1 blocks, uint8 [n, cols / 32 * 20]. ModelInvalid as above.
-
-    m = float16(min x); d = float16((max x - min x) / 15); q = round_half_even((x - m) / d), within 0..15; 0 where d
-    is 0.
-    """
-    blocks = _blocks(rows)
-    lowest = blocks.min(axis=2)
-    d, m = _half((blocks.max(axis=2) - lowest) / _Q4_MAX), _half(lowest)
-    q = np.rint(_divided(blocks - m.astype(np.float32)[:, :, None], d))
-    nibbles = np.clip(q, np.float32(0), _Q4_MAX).astype(np.uint8)
-    packed = nibbles[:, :, :16] | (nibbles[:, :, 16:] << np.uint8(4))
-    return np.concatenate([_bytes(d), _bytes(m), packed], axis=2).reshape(len(rows), -1)
-
-
-def _blocks(rows: _F32) -> _F32:
-    return rows.reshape(len(rows), -1, QUANT_BLOCK)
-
-
-def _half(values: _F32) -> NDArray[np.float16]:
-    with np.errstate(over="ignore"):  # said below
+def _half(values: NDArray[np.floating]) -> NDArray[np.float16]:
+    with np.errstate(over="ignore", invalid="ignore"):  # said below
         halves = values.astype(np.float16)
     if not np.isfinite(halves).all():
         raise ModelInvalid("weights are infinite, not numbers, or too large for a block's float16 scale")
     return halves
-
-
-def _divided(blocks: _F32, d: NDArray[np.float16]) -> _F32:
-    divisor = d.astype(np.float32)[:, :, None]
-    return np.divide(blocks, divisor, out=np.zeros_like(blocks), where=divisor != 0)
-
-
-def _bytes(halves: NDArray[np.float16]) -> _U8:
-    return np.ascontiguousarray(halves)[:, :, None].view(np.uint8)

@@ -33,6 +33,10 @@ def compile_all() -> None:
     vision.gelu_rows.compile((_INT,) * 4)
     vision.linear_units.compile((_INT,) * 12)
     vision.attend_head.compile((_INT,) * 7)
+    floats, scales, bits = (types.Array(kind, 2, "C") for kind in (types.float32, types.float32, types.uint16))
+    packing.block_extremes.compile((floats, scales, scales))
+    packing.pack_floats_q8.compile((floats, scales, bits, packed))
+    packing.pack_floats_q4.compile((floats, scales, scales, bits, bits, packed))
     packing.pack_q4_0.compile((source, types.Array(types.uint8, 2, "C"), rows, packed))
 
 
