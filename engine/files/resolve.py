@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvferry.engine.errors import ModelInvalid, ModelNotFound
 from kvferry.engine.files.catalogue import KNOWN_MODELS, find_record
 from kvferry.engine.files.gguf_model import MMPROJ_PATTERN
+from kvferry.engine.files.regular import exists, fault_of
 
 
 def resolve_model(name_or_path: str) -> Path:
@@ -15,11 +17,12 @@ def resolve_model(name_or_path: str) -> Path:
     A fetched name wins over a path of the same spelling; write ``./NAME`` for the path. A folder with one GGUF file
     (and perhaps its mmproj file) and no safetensors files means that GGUF file.
 
-    Raises ModelNotFound when neither a fetched model nor a path is there, ModelInvalid for a folder without one.
+    Raises ModelNotFound when neither a fetched model nor a path is there, ModelInvalid for a folder without
+    one and for what is neither a folder nor a file that can be read.
     """
     record = find_record(name_or_path)
     if record is not None:
-        if not record.path.exists():
+        if not exists(record.path):
             raise ModelNotFound(
                 f"model {name_or_path!r} was fetched, but {record.path} is gone; "
                 f"fetch it again: kvferry models fetch {name_or_path}"
@@ -27,8 +30,8 @@ def resolve_model(name_or_path: str) -> Path:
         return _model_in(record.path)
     if name_or_path in KNOWN_MODELS:
         raise ModelNotFound(f"model {name_or_path!r} is not fetched yet; run: kvferry models fetch {name_or_path}")
-    path = Path(name_or_path).expanduser()
-    if name_or_path and path.exists():
+    path = Path(os.path.expanduser(name_or_path))  # noqa: PTH111 - Path's own raises for ~nobody
+    if name_or_path and exists(path):
         return _model_in(path)
     raise ModelNotFound(
         f"there is no model {name_or_path!r}: neither a fetched name (see `kvferry models list`), "
@@ -37,7 +40,14 @@ def resolve_model(name_or_path: str) -> Path:
 
 
 def _model_in(path: Path) -> Path:
-    if not path.is_dir() or any(path.glob("*.safetensors")):
+    if not path.is_dir():
+        fault = fault_of(path)
+        if fault is not None:
+            raise ModelInvalid(f"{path} {fault}")
+        return path
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise ModelInvalid(f"{path} is a folder that cannot be read (Permission denied)")
+    if any(path.glob("*.safetensors")):
         return path
     found = sorted(set(path.glob("*.gguf")) - set(path.glob(MMPROJ_PATTERN)))
     if len(found) == 1:

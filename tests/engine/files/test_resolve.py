@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvferry.engine.errors import ModelInvalid, ModelNotFound
-from kvferry.engine.files.fetch import fetch_model
+from kvferry.engine.files.fetch import fetch_model, verify_model
+from kvferry.engine.files.fields import read_json
+from kvferry.engine.files.gguf_file import open_gguf
 from kvferry.engine.files.resolve import resolve_model
 
 WriteGguf = Callable[..., Path]
@@ -74,3 +77,34 @@ def test_a_folder_with_a_config_and_no_weights_is_left_to_the_sentence_that_says
 def test_what_is_nowhere_is_refused(cache: Path, name: str) -> None:
     with pytest.raises(ModelNotFound, match="neither a fetched name"):
         resolve_model(name)
+
+
+def test_a_pipe_is_said_to_be_one_and_never_waited_for(cache: Path, tmp_path: Path, write_gguf: WriteGguf) -> None:
+    pipe = tmp_path / "pipe.gguf"
+    os.mkfifo(pipe)
+    for resolve in (lambda: resolve_model(str(pipe)), lambda: open_gguf(pipe), lambda: resolve_model("/dev/zero")):
+        with pytest.raises(ModelInvalid, match="is a pipe, a socket or a device, not a file"):
+            resolve()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(ModelInvalid, match=r"tokenizer\.json is a pipe"):
+        read_json(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/model.gguf", "a\0b", "/dev/null/model.gguf"])
+def test_a_path_that_cannot_be_is_not_there(cache: Path, name: str) -> None:
+    with pytest.raises(ModelNotFound, match="there is no model"):
+        resolve_model(name)
+    with pytest.raises(ModelNotFound):
+        verify_model(name)
+
+
+def test_a_model_that_may_not_be_read_is_said_so(
+    cache: Path, tmp_path: Path, write_gguf: WriteGguf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # permissions do not bind root, who may run this test
+    for place in (path, tmp_path):
+        with pytest.raises(ModelInvalid, match="Permission denied"):
+            resolve_model(str(place))
