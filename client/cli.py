@@ -23,6 +23,7 @@ SHORT_HELP: Final = {
     "coordinator": "Run a coordinator.",
     "kv": "List, inspect, verify and dump KV snapshots.",
     "score": "Compute logits and KV rows of given tokens, to compare with another implementation.",
+    "doctor": "Say which kernels run on this machine, and check their bits.",
     "drill": "Break a real cluster and judge what happened.",
 }
 """What `kvferry --help` prints. Kept here, since asking a command for its help imports its room."""

@@ -60,12 +60,14 @@ class InvalidImage(EngineError):
     """An image that is damaged, of another kind than the supported ones, or beyond the limits."""
 
     code: ClassVar[str] = "invalid_image"
+    exit_code: ClassVar[int] = 9
 
 
 class ContextExceeded(EngineError):
     """More tokens than the context length holds."""
 
     code: ClassVar[str] = "prompt_too_long"
+    exit_code: ClassVar[int] = 8
 
 
 class OutOfKvMemory(EngineError):
@@ -78,3 +80,25 @@ class InvalidTokens(EngineError):
     """Token ids that are not tokens of the model, or a batch that is not well-formed."""
 
     code: ClassVar[str] = "invalid_tokens"
+    exit_code: ClassVar[int] = 7
+
+
+class OutputUnwritable(EngineError):
+    """The file that results should go to cannot be written, or its disk has no room for them."""
+
+    code: ClassVar[str] = "output_unwritable"
+    exit_code: ClassVar[int] = 10
+
+
+class OutOfResources(EngineError):
+    """The system gives no more memory or threads."""
+
+    code: ClassVar[str] = "out_of_resources"
+    exit_code: ClassVar[int] = 11
+
+
+class SelfTestFailed(EngineError):
+    """The kernels compute other bits here than everywhere else; nothing may be served with them."""
+
+    code: ClassVar[str] = "self_test_failed"
+    exit_code: ClassVar[int] = 7

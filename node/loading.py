@@ -16,6 +16,7 @@ from kvferry.engine.kv_cache import KvKind
 from kvferry.engine.pacing import StepPacer
 from kvferry.engine.sampling import warm_up
 from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.selftest import self_test
 from kvferry.engine.text.model import TextModel
 from kvferry.node.config import NodeConfig
 from kvferry.node.core import NodeCore
@@ -39,7 +40,8 @@ WARM_UP_ROWS = (1, 33)
 def load_serving(
     config: NodeConfig, loop: asyncio.AbstractEventLoop, boot_id: str, version: str, on_fatal: Callable[[], None]
 ) -> Serving:
-    """Everything but starting the engine thread. Raises EngineError, StoreMisconfigured."""
+    """Everything but starting the engine thread. Raises EngineError (SelfTestFailed where the bits are wrong),
+    StoreMisconfigured."""
     path = resolve_model(config.model)
     options = EngineOptions(
         n_threads=config.n_threads,
@@ -48,6 +50,7 @@ def load_serving(
         kv=KvKind(config.kv),
     )
     engine = Engine.load(path, options)
+    self_test(config.n_threads)
     _warm_up(engine)
     threads: list[EngineThread] = []
     io = None
