@@ -10,6 +10,8 @@ import pydantic_settings
 from pydantic import Field
 
 from kvferry.coordinator.errors import InvalidSettings
+from kvferry.proto.address import parse_address
+from kvferry.proto.ready_file import why_not_ready_file
 
 Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
 
@@ -23,7 +25,7 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
 
     # A fetched name, a GGUF file or a folder; only its tokenizer and its template are used.
     model: str
-    listen: Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}$")] = "127.0.0.1:7070"
+    listen: str = "127.0.0.1:7070"
     state: Path
     # The shared snapshot directory, read only; without it routing does not know what can be restored.
     store: Path | None = None
@@ -49,6 +51,19 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     generation: Annotated[int, Field(ge=0, lt=2**63)] = 0
     ready_file: Path | None = None
 
+    @pydantic.field_validator("listen")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        parse_address(value, to_listen=True)
+        return value
+
+    @pydantic.field_validator("ready_file")
+    @classmethod
+    def _can_be_written(cls, value: Path | None) -> Path | None:
+        if value is not None and (problem := why_not_ready_file(value)) is not None:
+            raise ValueError(problem)
+        return value
+
     @classmethod
     def load(cls, toml_path: Path | None, command_line: dict[str, Any]) -> Self:
         """Raises InvalidSettings that names every problem at once."""
@@ -63,7 +78,9 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
         try:
             return configured(**given)
         except pydantic.ValidationError as e:
-            problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors())
+            problems = "; ".join(
+                f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')}" for p in e.errors()
+            )
             raise InvalidSettings(f"the coordinator's settings are not right: {problems}") from e
         except (ValueError, OSError) as e:  # not TOML, or not readable
             raise InvalidSettings(f"the settings file {toml_path} cannot be read: {e}") from e

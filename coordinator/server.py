@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvferry.coordinator.config import CoordinatorSettings
-from kvferry.coordinator.errors import CannotListen, RegistryUnavailable
+from kvferry.coordinator.errors import CannotListen, CannotStart, RegistryUnavailable
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
 from kvferry.coordinator.registry import Registry
@@ -38,7 +36,9 @@ from kvferry.coordinator.turns import Turns
 from kvferry.engine.files.open_model import open_model
 from kvferry.engine.files.resolve import resolve_model
 from kvferry.engine.text.model import TextModel
+from kvferry.proto.address import parse_address, why_not_listen
 from kvferry.proto.channel import server_options
+from kvferry.proto.ready_file import write_ready_file
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -77,9 +77,18 @@ async def run(settings: CoordinatorSettings) -> None:
     model = await asyncio.to_thread(LoadedModel.load, settings.model)
     async with open_state(settings.state, settings.generation) as registry, serve(settings, model, registry) as address:
         logger.info("serving %s on %s, generation %d", model.text.model_name, address, registry.generation)
-        write_ready_file(settings.ready_file, address, registry.coordinator_id)
+        tell_ready(settings.ready_file, address, registry.coordinator_id)
         await stop.wait()
         logger.info("stopping")
+
+
+def tell_ready(path: Path | None, address: str, coordinator_id: str) -> None:
+    """Raises CannotStart: whoever waits for the file would wait for ever."""
+    try:
+        if path is not None:
+            write_ready_file(path, address, coordinator_id=coordinator_id)
+    except OSError as e:
+        raise CannotStart(f"the ready file {path} cannot be written: {(e.strerror or str(e)).lower()}") from e
 
 
 @contextlib.asynccontextmanager
@@ -190,26 +199,14 @@ def add_health_and_reflection(server: grpc.aio.Server) -> health.aio.HealthServi
 
 def listen(server: grpc.aio.Server, address: str) -> str:
     """Bind; returns host:port with the real port. Raises CannotListen."""
-    host, _, port = address.rpartition(":")
-    refuse_unusable_address(address, host, int(port))
+    if (reason := why_not_listen(address)) is not None:
+        raise CannotListen(f"cannot listen on {address}: {reason}")
+    host, _ = parse_address(address, to_listen=True)
     try:
         bound = server.add_insecure_port(address)
     except RuntimeError as e:
         raise CannotListen(f"cannot listen on {address}: {e}; give another address with --listen") from e
     return f"{host}:{bound}"
-
-
-def refuse_unusable_address(address: str, host: str, port: int) -> None:
-    """Raises CannotListen with the reason, which gRPC prints to stderr and does not tell."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: closed connections do not count
-            probe.bind(where)
-            probe.listen()
-    except OSError as e:
-        reason = (e.strerror or str(e)).lower()
-        raise CannotListen(f"cannot listen on {address}: {reason}; stop what uses it, or give another --listen") from e
 
 
 def wall_ms() -> int:
@@ -229,12 +226,3 @@ def stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     return stop
-
-
-def write_ready_file(path: Path | None, address: str, coordinator_id: str) -> None:
-    """Whole or not there: whoever waits for it never reads half."""
-    if path is None:
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps({"address": address, "pid": os.getpid(), "coordinator_id": coordinator_id}))
-    temporary.replace(path)

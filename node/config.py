@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import ByteSize, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -18,22 +18,19 @@ from pydantic_settings import (
 )
 
 from kvferry.node.errors import ConfigInvalid
+from kvferry.proto.address import parse_address
+from kvferry.proto.ready_file import why_not_ready_file
 
 NODE_ID: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 """Goes into names of temporary files in the store: one path component, no case to lose."""
 
 
+_WITH_PORT: Final = re.compile(r".*[^:\]]:\d+|\[.*\]:\d+")
+
+
 def _default_node_id() -> str:
     cleaned = re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower()).strip("-._")
     return cleaned[:63].rstrip("-._") or "node"
-
-
-def parse_address(value: str) -> tuple[str, int]:
-    """HOST:PORT, or [IPV6]:PORT; ValueError otherwise."""
-    host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT")
-    return host, int(port)
 
 
 class NodeConfig(BaseSettings):
@@ -48,7 +45,9 @@ class NodeConfig(BaseSettings):
     store: Path | None = Field(default=None, description="folder of the snapshot store; none: keep rows in memory only")
     node_id: str = Field(default_factory=_default_node_id, description="name of this node, unique in the fleet")
     listen: str = Field(default="127.0.0.1:0", description="HOST:PORT to listen at; port 0 takes a free one")
-    advertise: str | None = Field(default=None, description="HOST[:PORT] the coordinator shall use, if not --listen")
+    advertise: str | None = Field(
+        default=None, validate_default=True, description="HOST[:PORT] the coordinator shall use, if not --listen"
+    )
     threads: int = Field(
         default=0, ge=0, le=1024, description="threads of the engine; 0: one for each processor we may use"
     )
@@ -74,7 +73,9 @@ class NodeConfig(BaseSettings):
     store_max_bytes: ByteSize = Field(default=ByteSize(16 << 30), ge=1 << 20, description="size the store may grow to")
     store_max_files: int = Field(default=4096, ge=1, description="snapshots the store may hold")
     store_version: Literal[1, 3] = Field(
-        default=3, description="of the snapshots written: 3, segments of new rows; 1, whole files for other programs"
+        default=3,
+        validate_default=True,
+        description="of the snapshots written: 3, segments of new rows; 1, whole files for other programs",
     )
     store_write_per_hour: ByteSize | None = Field(
         default=None, ge=1 << 20, description="bytes that this node writes in an hour at most, to spare flash"
@@ -105,11 +106,13 @@ class NodeConfig(BaseSettings):
         del dotenv_settings, file_secret_settings
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
+    # Field by field, not of the whole: then pydantic tells all problems at once.
+
     @field_validator("coordinator", "listen")
     @classmethod
-    def _is_address(cls, value: str | None) -> str | None:
+    def _is_address(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None:
-            parse_address(value)
+            parse_address(value, to_listen=info.field_name == "listen")
         return value
 
     @field_validator("node_id")
@@ -119,23 +122,32 @@ class NodeConfig(BaseSettings):
             raise ValueError(f"{value!r} is not a name of 1 to 63 of a-z, 0-9, '.', '_', '-'")
         return value
 
-    @model_validator(mode="after")
-    def _is_reachable(self) -> NodeConfig:
-        host = parse_address(self.listen)[0]
-        everywhere = {"0.0.0.0", "[::]"}  # noqa: S104 - looked at, not bound
-        if self.coordinator and not self.advertise and host in everywhere:
-            raise ValueError(
-                f"listening at {self.listen}, the node cannot know its address in the fleet: set advertise"
-            )
-        return self
+    @field_validator("advertise")
+    @classmethod
+    def _is_reachable(cls, value: str | None, info: ValidationInfo) -> str | None:
+        listen = info.data.get("listen")  # missing when it is wrong itself
+        if value:
+            parse_address(value if _WITH_PORT.fullmatch(value) else f"{value}:1")
+        elif listen is not None and info.data.get("coordinator"):
+            everywhere = {"0.0.0.0", "[::]"}  # noqa: S104 - looked at, not bound
+            if parse_address(listen, to_listen=True)[0] in everywhere:
+                raise ValueError(f"listening at {listen}, the node cannot know its address in the fleet: set advertise")
+        return value
 
-    @model_validator(mode="after")
-    def _can_be_saved(self) -> NodeConfig:
-        if self.store is not None and self.kv != "f32" and self.store_version == 1:
-            raise ValueError(
-                f"version 1 snapshots hold f32 rows only, not {self.kv}: set store-version to 3, or kv to f32"
-            )
-        return self
+    @field_validator("store_version")
+    @classmethod
+    def _can_be_saved(cls, value: int, info: ValidationInfo) -> int:
+        kv = info.data.get("kv", "f32")
+        if info.data.get("store") is not None and kv != "f32" and value == 1:
+            raise ValueError(f"version 1 snapshots hold f32 rows only, not {kv}: set store-version to 3, or kv to f32")
+        return value
+
+    @field_validator("ready_file")
+    @classmethod
+    def _can_be_written(cls, value: Path | None) -> Path | None:
+        if value is not None and (problem := why_not_ready_file(value)) is not None:
+            raise ValueError(problem)
+        return value
 
     @property
     def n_threads(self) -> int:
@@ -144,8 +156,11 @@ class NodeConfig(BaseSettings):
 
     def advertised(self, port: int) -> str:
         """The address at which the coordinator reaches us, given the port we got."""
-        host = self.advertise or parse_address(self.listen)[0]
-        return host if self.advertise and re.fullmatch(r".*[^:\]]:\d+|\[.*\]:\d+", host) else f"{host}:{port}"
+        host = self.advertise or parse_address(self.listen, to_listen=True)[0]
+        return host if self.advertise and _WITH_PORT.fullmatch(host) else f"{host}:{port}"
+
+
+_SIZES: Final = frozenset({"kv-memory", "store-max-bytes", "store-write-per-hour"})
 
 
 def load_config(flags: dict[str, Any], toml_file: Path | None = None) -> NodeConfig:
@@ -181,6 +196,10 @@ def _sentences(error: ValidationError) -> list[str]:
             text = "is missing"
         elif problem["type"] == "extra_forbidden":
             text = "is no setting of a node"
+        elif problem["type"].startswith("byte_size"):
+            text = f"{problem['input']!r} is no size: give a positive number and a unit, such as 512MiB"
+        elif name in _SIZES and problem["type"] == "greater_than_equal":
+            text = f"{problem['input']!r} is too small: at least 1MiB"
         elif not problem["msg"].startswith("Value error") and name:
             text = f"{problem['input']!r}: {text[0].lower()}{text[1:]}"
         sentences.append(f"{name} {text}".strip())

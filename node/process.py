@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -21,13 +20,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvferry.node.config import NodeConfig
-from kvferry.node.errors import Draining, PortInUse
+from kvferry.node.errors import ConfigInvalid, Draining, PortInUse
 from kvferry.node.loading import load_serving
 from kvferry.node.membership import Membership
 from kvferry.node.messages import Drain, DrainCount, Reply, Shutdown
 from kvferry.node.service import WorkerService
 from kvferry.node.state import NodeState, Serving
+from kvferry.proto.address import why_not_listen
 from kvferry.proto.channel import server_options
+from kvferry.proto.ready_file import write_ready_file
 from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -114,13 +115,12 @@ class Node:
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if (reason := why_not_listen(self._config.listen)) is not None:
+            raise PortInUse(f"cannot listen at {self._config.listen}: {reason}")
         try:
             port = self._server.add_insecure_port(self._config.listen)
         except RuntimeError as error:
-            raise PortInUse(
-                f"cannot listen at {self._config.listen}: the port is in use, or the address is not one of this "
-                "machine; choose another --listen"
-            ) from error
+            raise PortInUse(f"cannot listen at {self._config.listen}: {error}; give another --listen") from error
         await self._server.start()
         host = self._config.listen.rpartition(":")[0]
         self._address = f"{host}:{port}"
@@ -142,7 +142,7 @@ class Node:
             self._membership_task = asyncio.create_task(self._membership.run())
             self._membership_task.add_done_callback(self._on_membership_end)
         if self._config.ready_file is not None:
-            _write_ready_file(self._config.ready_file, self._address, self._config.node_id)
+            _tell_ready(self._config.ready_file, self._address, self._config.node_id)
         log.info("node %s serves at %s (%s)", self._config.node_id, self._address, serving.identity.kernel_path)
 
     async def _until_stopped(self, task: asyncio.Future[T]) -> T | None:
@@ -236,7 +236,9 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-def _write_ready_file(path: Path, address: str, node_id: str) -> None:
-    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temp.write_text(json.dumps({"address": address, "pid": os.getpid(), "node_id": node_id}))
-    temp.replace(path)
+def _tell_ready(path: Path, address: str, node_id: str) -> None:
+    """Raises ConfigInvalid: whoever waits for the file would wait for ever."""
+    try:
+        write_ready_file(path, address, node_id=node_id)
+    except OSError as error:
+        raise ConfigInvalid(f"the ready file {path} cannot be written: {error.strerror}") from error

@@ -60,6 +60,26 @@ def test_missing_settings_are_all_named_at_once() -> None:
         assert f"{name}: " in said
 
 
+def test_a_port_beyond_the_last_one_is_refused_and_not_taken_modulo(tmp_path: Path) -> None:
+    said = sentence(run("--model", "m", "--state", str(tmp_path / "s"), "--listen", "127.0.0.1:99999"))
+    assert "listen: '127.0.0.1:99999' has port 99999: a port lies between 0 and 65535" in said
+
+
+def test_a_ready_file_that_cannot_be_written_is_told_with_the_other_settings(tmp_path: Path) -> None:
+    said = sentence(run("--model", "m", "--ready-file", str(tmp_path / "nowhere" / "r.json")))
+    assert f"ready_file: there is no folder {tmp_path / 'nowhere'}" in said
+    assert "state: " in said
+    assert "folder: name a file" in sentence(run("--ready-file", str(tmp_path)))
+
+
+def test_a_host_that_is_not_known(smollm2_path: Path, tmp_path: Path) -> None:
+    said = sentence(
+        run("--model", str(smollm2_path), "--listen", "nohost.invalid:7070", "--state", str(tmp_path / "state"))
+    )
+    assert "the host name nohost.invalid is not known" in said
+    assert "stop what uses it" not in said
+
+
 def test_a_second_coordinator_on_the_same_state(processes: Processes, smollm2_path: Path, tmp_path: Path) -> None:
     first, _ = processes.coordinator()
     said = sentence(run("--model", str(smollm2_path), "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state")))

@@ -77,3 +77,40 @@ def test_the_advertised_address_can_be_reached(flags: dict[str, str], address: s
 def test_listening_everywhere_needs_an_address_to_advertise() -> None:
     with pytest.raises(ConfigInvalid, match="set advertise"):
         load_config({"model": "m", "listen": "0.0.0.0:0", "coordinator": "c:1"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"listen": "127.0.0.1:99999"}, "listen '127.0.0.1:99999' has port 99999: a port lies between 0 and 65535"),
+        ({"coordinator": "h:65536"}, "a port lies between 1 and 65535"),
+        ({"coordinator": ""}, "coordinator '' is not HOST:PORT"),
+        ({"advertise": "board:99999"}, "a port lies between 1 and 65535"),
+        ({"kv_memory": "-1"}, "kv-memory '-1' is no size: give a positive number and a unit, such as 512MiB"),
+        ({"kv_memory": "4 parsecs"}, "is no size"),
+        ({"kv_memory": "10"}, "kv-memory '10' is too small: at least 1MiB"),
+        ({"ready_file": Path("/nonexistent/r.json")}, "there is no folder /nonexistent for r.json"),
+        ({"ready_file": Path("/")}, "is a folder"),
+    ],
+)
+def test_a_wrong_setting_is_told_with_its_reason(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        load_config({"model": "m"} | flags)
+    assert says in str(caught.value)
+
+
+def test_settings_that_contradict_each_other_are_told_beside_all_other_problems() -> None:
+    flags = {
+        "listen": "0.0.0.0:0",
+        "coordinator": "c:1",
+        "kv_memory": "-1",
+        "threads": -1,
+        "kv": "q8",
+        "store": Path("s"),
+        "store_version": 1,
+        "ready_file": Path("/nonexistent/r.json"),
+    }
+    with pytest.raises(ConfigInvalid) as caught:
+        load_config({"model": "m"} | flags)
+    for words in ("set advertise", "kv-memory", "threads", "version 1 snapshots hold f32", "there is no folder"):
+        assert words in str(caught.value)

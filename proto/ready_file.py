@@ -1,0 +1,30 @@
+"""The file in which a process says where it serves, for whoever started it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+
+def why_not_ready_file(path: Path) -> str | None:
+    """Why the file cannot be written once the process serves, found out before it does; None when it can."""
+    folder = path.parent
+    if path.is_dir():
+        return f"{path} is a folder: name a file"
+    if not folder.is_dir():
+        return f"there is no folder {folder} for {path.name}: make it, or name another file"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"files may not be made in the folder {folder}: name another file"
+    return None
+
+
+def write_ready_file(path: Path, address: str, **identity: str) -> None:
+    """Whole or not there: whoever waits for it never reads half. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps({"address": address, "pid": os.getpid()} | identity))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
