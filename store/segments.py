@@ -91,10 +91,10 @@ class SegmentShelf:
         for _ in range(_MAX_ROUNDS):
             chain = self._longest_chain(identity_ids(ids, 0, spans))
             start = chain[-1][1] if chain else 0
-            if start and len(ids) - start < self.min_growth:
-                return Saved(chain[-1][0].name, 0, start, 0, "already_there")
             if not self._all_there(chain):
                 continue
+            if start and len(ids) - start < self.min_growth:
+                return Saved(chain[-1][0].name, 0, start, 0, "already_there")
             parent = self._digest(ids[:start], spans) if start else NO_PARENT
             extent = Extent(
                 geometry=self.geometry,

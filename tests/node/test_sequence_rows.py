@@ -1,58 +1,63 @@
-"""Rows of every kind go to the store and come back as they were, to the bit."""
+"""The engine's blocks are the format's tiles: what is written in place is read as rows, and the other way round."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvferry.engine.kv_cache import KvGeometry, KvKind, KvPool, KvSequence
-from kvferry.node.config import load_config
-from kvferry.node.errors import ConfigInvalid
+from kvferry.engine.kv_cache import KvGeometry, KvPool, KvSequence
 from kvferry.node.sequence_rows import SequenceRows
 from kvferry.store import geometry
-from kvferry.store.payload import Kind
+from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.snapshot_store import SnapshotStore
 
-N_ROWS = 75
+SHAPE = (3, 2, 8)
+IDS = np.arange(1, 151, dtype=np.int32)
+K = np.random.default_rng(4).standard_normal((3, 150, 16), np.float32)
 
 
-def planes_of(shape: KvGeometry, seed: int) -> tuple[np.ndarray, ...]:
-    random = np.random.default_rng(seed)
-    planes = shape.empty_planes(N_ROWS)
-    for plane in planes:
-        plane[:] = random.integers(-127, 128, plane.shape) if plane.dtype == np.int8 else random.random(plane.shape)
-    return planes
+@pytest.fixture
+def pool() -> KvPool:
+    return KvPool(KvGeometry(*SHAPE), 1 << 20)
 
 
-@pytest.mark.parametrize("kind", list(KvKind))
-@pytest.mark.parametrize("in_place", [True, False])
-def test_saved_rows_come_back_as_they_were(tmp_path, kind, in_place):
-    shape = KvGeometry(n_layers=2, n_kv_heads=3, head_dim=32, kind=kind)
-    pool = KvPool(shape, 6 * shape.block_bytes)
-    tokens = np.arange(N_ROWS, dtype=np.int32)
+def _store(root: Path) -> SnapshotStore:
+    return SnapshotStore(root, "feed", geometry.KvGeometry(*SHAPE), 1024, 1 << 30, 100, "node-1", version=3)
+
+
+def _filled(pool: KvPool) -> KvSequence:
     sequence = KvSequence(pool)
-    written = [planes_of(shape, layer) for layer in range(2)]
-    for layer, planes in enumerate(written):
-        sequence.write_planes(layer, 0, planes)
-    sequence.commit(N_ROWS)
-    store = SnapshotStore(
-        tmp_path, "f" * 32, geometry.KvGeometry(2, 3, 32), 1000, 1 << 30, 100, "n", version=3, kind=Kind[kind.name]
-    )
-    store.publish(tokens, SequenceRows(pool if in_place else None, sequence))
-    sequence.release()
-    match = store.find(tokens)
-    assert match is not None
-    restored = KvSequence(pool)
-    store.restore(match, 70, SequenceRows(pool if in_place else None, restored, 70))
-    restored.commit(70)
-    for layer, planes in enumerate(written):
-        read = shape.empty_planes(70)
-        restored.read_planes(layer, 0, 70, read)
-        assert [a.tobytes() for a in read] == [np.ascontiguousarray(b[:70]).tobytes() for b in planes]
+    for layer in range(3):
+        sequence.write_rows(layer, 0, K[layer], -K[layer])
+    sequence.commit(150)
+    return sequence
 
 
-def test_a_store_that_cannot_hold_the_rows_is_refused_at_start(tmp_path):
-    flags = {"model": "m", "store": tmp_path, "store_version": 1}
-    assert load_config({**flags, "kv": "f32"}).kv == "f32"
-    with pytest.raises(ConfigInvalid, match="version 1 snapshots hold f32 rows only, not q8: set store-version to 3"):
-        load_config({**flags, "kv": "q8"})
+def _rows(sequence: KvSequence, n: int) -> MemoryRows:
+    rows = MemoryRows.empty(geometry.KvGeometry(*SHAPE), n)
+    for layer in range(3):
+        sequence.read_rows(layer, 0, n, rows.k[layer], rows.v[layer])
+    return rows
+
+
+@pytest.mark.parametrize("n_published", [(150,), (40, 100, 150)])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_blocks_written_in_place_are_the_rows(
+    pool: KvPool, tmp_path: Path, n_published: tuple[int, ...], in_place: bool
+) -> None:
+    store, source = _store(tmp_path), SequenceRows(pool if in_place else None, _filled(pool))
+    for n in n_published:
+        store.publish(IDS[:n], source)
+    for n in (1, 33, 64, 149, 150):
+        match = store.find(IDS[:n], min_tokens=1)
+        plain = MemoryRows.empty(geometry.KvGeometry(*SHAPE), n)
+        store.restore(match, n, plain)
+        sequence = KvSequence(pool)
+        store.restore(match, n, SequenceRows(pool, sequence, n))
+        sequence.commit(n)
+        for rows in (plain, _rows(sequence, n)):
+            assert rows.k.tobytes() == K[:, :n].tobytes()
+            assert rows.v.tobytes() == (-K[:, :n]).tobytes()
+        sequence.release()

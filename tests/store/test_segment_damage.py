@@ -193,6 +193,14 @@ def test_two_nodes_that_write_the_same_segment_leave_one(tmp_path: Path) -> None
     assert len(list(first.path.glob("kv3_*"))) == 1
 
 
+def test_what_another_node_evicted_is_not_said_to_be_there(tmp_path: Path) -> None:
+    store, files = _three_segments(tmp_path)
+    files[1].unlink()
+    info = store.publish(IDS, _rows())
+    assert (info.already_there, info.start) == (False, 80)
+    assert _restored(_store_after_start(tmp_path)) == 200
+
+
 def test_a_damaged_file_does_not_keep_its_name_from_a_good_one(tmp_path: Path) -> None:
     store = _store(tmp_path)
     info = store.publish(IDS[:80], _rows())
