@@ -49,6 +49,18 @@ class InvalidRequest(BadRequest):
     code = "invalid_request"
 
 
+class InvalidAddress(BadRequest):
+    """Not HOST:PORT."""
+
+    code = "invalid_address"
+
+
+class RequestTooLarge(BadRequest):
+    """More bytes than one message may have; longer conversations are made of several turns."""
+
+    code = "request_too_large"
+
+
 class PromptTooLong(BadRequest):
     code = "prompt_too_long"
 
@@ -208,7 +220,7 @@ def map_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
     code = metadata.get(CODE_KEY)
     sentence = error.details() or "no reason given"
     if code is None and error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        reason = sentence.rsplit(": ", 1)[-1].lower()  # gRPC names the address once more before the system's own words
+        reason = _reason_of(sentence)
         sentence = f"cannot reach the coordinator at {address} ({reason}); is it running?"
     elif code is None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         sentence = f"the coordinator at {address} did not answer in time"
@@ -218,6 +230,17 @@ def map_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
     mapped = cls(sentence, retry_after_s=_seconds(metadata.get(RETRY_AFTER_KEY)))
     mapped.code = code or cls.code
     return mapped
+
+
+def _reason_of(sentence: str) -> str:
+    """The system's own words: gRPC puts the address before them, twice, and brackets around them."""
+    reason = sentence.rsplit(": ", 1)[-1].lower().strip()
+    for opening, closing in ("[]", "()", "{}"):
+        if reason.count(closing) > reason.count(opening):
+            reason = reason.replace(closing, "")
+        if reason.count(opening) > reason.count(closing):
+            reason = reason.replace(opening, "")
+    return reason.strip(" ,;.") or "no reason given"
 
 
 def _seconds(milliseconds: str | None) -> float | None:

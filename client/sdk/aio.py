@@ -11,7 +11,7 @@ from typing import Final, Self, Unpack
 from kvferry.client.errors import SessionExists, UnknownSession
 from kvferry.client.sdk import wire
 from kvferry.client.sdk.connection import Connection
-from kvferry.client.sdk.retry import Patience
+from kvferry.client.sdk.retry import OnOutage, Patience
 from kvferry.client.sdk.turn import AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
@@ -42,8 +42,9 @@ class AsyncClient:
     """A connection to a coordinator; use it as `async with`, in one event loop.
 
     Short calls and streams alike are asked again while the coordinator is away, for up to `patience_s` seconds per
-    outage (0: every error is raised at once). `new_id` makes the names of sessions and turns. All methods raise
-    ClientError.
+    outage (0: every error is raised at once). `on_outage` hears of each outage of a short call when it begins; a turn
+    tells of its own by ConnectionLost. `new_id` makes the names of sessions and turns. All methods raise ClientError,
+    and so does this constructor, for an address that is not HOST:PORT.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class AsyncClient:
         *,
         patience_s: float = PATIENCE_S,
         new_id: Callable[[], str] = new_uuid,
+        on_outage: OnOutage | None = None,
     ) -> None:
-        self._connection = Connection(address, Patience(patience_s))
+        self._connection = Connection(address, Patience(patience_s), on_outage)
         self._new_id = new_id
 
     @property
@@ -76,7 +78,7 @@ class AsyncClient:
     async def create_session(self, session_id: str | None = None) -> AsyncSession:
         """A new conversation; without a name it gets one of its own."""
         wanted = session_id or self._new_id()
-        request = chat_pb2.CreateSessionRequest(session_id=wanted)
+        request = wire.request_of(chat_pb2.CreateSessionRequest, session_id=wanted)
         await self._connection.ask_once_done(self._connection.stub.CreateSession, request, done_already=SessionExists)
         return self.session(wanted)
 
@@ -90,7 +92,7 @@ class AsyncClient:
         page_token = ""
         while limit is None or len(found) < limit:
             page_size = PAGE_SIZE if limit is None else min(PAGE_SIZE, limit - len(found))
-            request = chat_pb2.ListSessionsRequest(page_size=page_size, page_token=page_token)
+            request = wire.request_of(chat_pb2.ListSessionsRequest, page_size=page_size, page_token=page_token)
             page = await self._connection.ask(self._connection.stub.ListSessions, request)
             found += [wire.session_of(session) for session in page.sessions]
             page_token = page.next_page_token
@@ -119,7 +121,7 @@ class AsyncSession:
 
     async def details(self) -> SessionDetails:
         """Its turns, and all tokens of the finished ones."""
-        request = chat_pb2.GetSessionRequest(session_id=self.id)
+        request = wire.request_of(chat_pb2.GetSessionRequest, session_id=self.id)
         response = await self._connection.ask(self._connection.stub.GetSession, request)
         return wire.session_details_of(response)
 
@@ -152,7 +154,7 @@ class AsyncSession:
 
     async def cancel(self, turn_id: str) -> None:
         """Ends a turn; it keeps the tokens that came."""
-        request = chat_pb2.CancelTurnRequest(session_id=self.id, turn_id=turn_id)
+        request = wire.request_of(chat_pb2.CancelTurnRequest, session_id=self.id, turn_id=turn_id)
         await self._connection.ask(self._connection.stub.CancelTurn, request)
 
     async def fork(
@@ -163,13 +165,13 @@ class AsyncSession:
         With its first n_turns, or its first n_tokens, which may end inside an answer (None: all finished turns).
         """
         wanted = new_session_id or self._new_id()
-        request = chat_pb2.ForkSessionRequest(
-            session_id=self.id, new_session_id=wanted, n_turns=n_turns, n_tokens=n_tokens
+        request = wire.request_of(
+            chat_pb2.ForkSessionRequest, session_id=self.id, new_session_id=wanted, n_turns=n_turns, n_tokens=n_tokens
         )
         await self._connection.ask_once_done(self._connection.stub.ForkSession, request, done_already=SessionExists)
         return AsyncSession(self._connection, wanted, self._new_id)
 
     async def delete(self) -> None:
         """Forgets the conversation."""
-        request = chat_pb2.DeleteSessionRequest(session_id=self.id)
+        request = wire.request_of(chat_pb2.DeleteSessionRequest, session_id=self.id)
         await self._connection.ask_once_done(self._connection.stub.DeleteSession, request, done_already=UnknownSession)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final, TypeVar
 
 import grpc
-import stamina
+from google.protobuf.message import Message
 
 from kvferry.client.errors import ClientError, map_rpc_error
-from kvferry.client.sdk.retry import Patience, backoff_of
+from kvferry.client.sdk.address import check_address
+from kvferry.client.sdk.retry import OnOutage, Outage, Patience
+from kvferry.client.sdk.wire import check_size
 from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import chat_pb2_grpc
 
 DEADLINE_S: Final = 10.0
 """Of one try of a short call: a coordinator that needs longer is stuck."""
 
-Request = TypeVar("Request")
+Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response")
 
 
 class Connection:
     """Opened on first use, in the event loop that uses it; belongs to that loop."""
 
-    def __init__(self, address: str, patience: Patience) -> None:
-        self.address = address
+    def __init__(self, address: str, patience: Patience, on_outage: OnOutage | None = None) -> None:
+        """Raises InvalidAddress."""
+        self.address = check_address(address)
         self.patience = patience
+        self._on_outage = on_outage
         self._channel: grpc.aio.Channel | None = None
         self._stub: chat_pb2_grpc.ChatServiceAsyncStub | None = None
 
@@ -59,13 +64,16 @@ class Connection:
 
         None: `done_already` came on a later try, so an earlier one had worked and only its reply was lost.
         """
-        async for attempt in stamina.retry_context(on=backoff_of, **self.patience.limits()):
-            with attempt:
-                try:
-                    return await method(request, timeout=DEADLINE_S)
-                except grpc.aio.AioRpcError as rpc_error:
-                    error = map_rpc_error(rpc_error, self.address)
-                if attempt.num > 1 and done_already is not None and isinstance(error, done_already):
-                    return None
-                raise error
-        raise AssertionError("stamina returns or raises")
+        check_size(request)
+        outage = Outage(self.patience)
+        while True:
+            try:
+                return await method(request, timeout=DEADLINE_S)
+            except grpc.aio.AioRpcError as rpc_error:
+                error = map_rpc_error(rpc_error, self.address)
+            if outage.n_failures > 0 and done_already is not None and isinstance(error, done_already):
+                return None
+            delay_s = outage.delay_after(error)
+            if outage.n_failures == 1 and self._on_outage is not None:
+                self._on_outage(error, self.patience.total_s)
+            await asyncio.sleep(delay_s)

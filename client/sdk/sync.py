@@ -10,6 +10,7 @@ from typing import Any, Final, Self, TypeVar, Unpack
 
 from kvferry.client.sdk.aio import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncSession, new_uuid
 from kvferry.client.sdk.events import TurnEvent
+from kvferry.client.sdk.retry import OnOutage
 from kvferry.client.sdk.turn import Answer, AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
@@ -66,8 +67,9 @@ class Client:
         *,
         patience_s: float = PATIENCE_S,
         new_id: Callable[[], str] = new_uuid,
+        on_outage: OnOutage | None = None,
     ) -> None:
-        self._async = AsyncClient(address, patience_s=patience_s, new_id=new_id)
+        self._async = AsyncClient(address, patience_s=patience_s, new_id=new_id, on_outage=on_outage)
         self._loop = _LoopThread()
 
     @property

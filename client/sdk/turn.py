@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -9,14 +10,13 @@ from types import TracebackType
 from typing import Self
 
 import grpc
-import stamina
 
 from kvferry.client.errors import ClientError, TurnExists, TurnFailed, Unavailable, map_rpc_error
 from kvferry.client.sdk.connection import Connection
 from kvferry.client.sdk.events import ConnectionLost, Finished, FinishReason, Token, TurnEvent
-from kvferry.client.sdk.retry import backoff_of
+from kvferry.client.sdk.retry import Outage, backoff_of
 from kvferry.client.sdk.tracker import TurnTracker
-from kvferry.client.sdk.wire import event_of
+from kvferry.client.sdk.wire import event_of, request_of
 from kvferry.proto.v1 import chat_pb2
 
 _EventCall = (
@@ -92,7 +92,7 @@ class AsyncTurn:
 
     async def cancel(self) -> None:
         """Ends the turn; the stream then finishes with reason CANCELLED and keeps the tokens that came."""
-        request = chat_pb2.CancelTurnRequest(session_id=self.session_id, turn_id=self.turn_id)
+        request = request_of(chat_pb2.CancelTurnRequest, session_id=self.session_id, turn_id=self.turn_id)
         await self._connection.ask(self._connection.stub.CancelTurn, request)
 
     async def collect(self, on_event: Callable[[TurnEvent], None] | None = None) -> Answer:
@@ -113,23 +113,24 @@ class AsyncTurn:
 
     async def _follow(self) -> AsyncGenerator[TurnEvent]:
         """One outage after the other; one that follows news starts with the whole patience."""
+        outage = Outage(self._connection.patience)
         while not self._tracker.finished:
-            async for attempt in stamina.retry_context(on=backoff_of, **self._connection.patience.limits()):
-                with (
-                    attempt
-                ):  # an exception of the consumer's (close, cancel) passes through: backoff_of wants none of them
-                    had_news = False
-                    try:
-                        async with aclosing(self._one_connection()) as events:
-                            async for event in events:
-                                had_news = True
-                                yield event
-                    except ClientError as error:
-                        if backoff_of(error) is False or self._connection.patience.total_s <= 0:
-                            raise
-                        yield ConnectionLost(str(error), self._tracker.next_index)
-                        if not had_news:
-                            raise
+            had_news = False
+            try:
+                async with aclosing(self._one_connection()) as events:
+                    async for event in events:
+                        had_news = True
+                        yield event
+                continue
+            except ClientError as error:
+                if backoff_of(error) is False or self._connection.patience.total_s <= 0:
+                    raise
+                failure = error
+            yield ConnectionLost(str(failure), self._tracker.next_index)
+            if had_news:
+                outage = Outage(self._connection.patience)
+            else:
+                await asyncio.sleep(outage.delay_after(failure))
 
     async def _one_connection(self) -> AsyncGenerator[TurnEvent]:
         is_new = self._request is not None and not self._tracker.started
@@ -151,8 +152,11 @@ class AsyncTurn:
 
     def _resume(self) -> _EventCall:
         return self._connection.stub.Resume(
-            chat_pb2.ResumeRequest(
-                session_id=self.session_id, turn_id=self.turn_id, from_index=self._tracker.next_index
+            request_of(
+                chat_pb2.ResumeRequest,
+                session_id=self.session_id,
+                turn_id=self.turn_id,
+                from_index=self._tracker.next_index,
             )
         )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message as WireMessage
 
-from kvferry.client.errors import InvalidRequest, InvalidSampling
+from kvferry.client.errors import ClientError, InvalidRequest, InvalidSampling, RequestTooLarge
 from kvferry.client.sdk.events import (
     Candidate,
     Finished,
@@ -31,6 +32,7 @@ from kvferry.client.sdk.values import (
     TurnInfo,
     TurnState,
 )
+from kvferry.proto.channel import MAX_MESSAGE_BYTES
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
 ServerEvent = Started | Placed | Token | NodeLost | Finished
@@ -53,6 +55,17 @@ _NODE_STATES: Final = {
     chat_pb2.NODE_STATE_DEAD: NodeState.DEAD,
     chat_pb2.NODE_STATE_DRAINING: NodeState.DRAINING,
 }
+
+
+_BITS_OF: Final = {
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+}
+_KIND_OF: Final = {FieldDescriptor.CPPTYPE_STRING: "a text", FieldDescriptor.CPPTYPE_BOOL: "True or False"}
+
+Wire = TypeVar("Wire", bound=WireMessage)
 
 
 def event_of(message: chat_pb2.TurnEvent) -> ServerEvent | None:
@@ -158,37 +171,75 @@ def generate_request(
         messages = (Message("user", messages),)
     if isinstance(stop, str):
         stop = (stop,)
-    try:
-        return chat_pb2.GenerateRequest(
-            session_id=session_id,
-            turn_id=turn_id,
-            messages=[chat_pb2.ChatMessage(role=m.role, content=m.content) for m in messages],
-            sampling=sampling_to_wire(sampling),
-            max_tokens=max_tokens,
-            stop=stop,
-        )
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"The request holds a value that no message can carry: {error}") from error
+    request = request_of(
+        chat_pb2.GenerateRequest,
+        session_id=session_id,
+        turn_id=turn_id,
+        messages=[request_of(chat_pb2.ChatMessage, role=m.role, content=m.content) for m in messages],
+        sampling=sampling_to_wire(sampling),
+        max_tokens=max_tokens,
+        stop=stop,
+    )
+    check_size(request)
+    return request
 
 
 def sampling_to_wire(sampling: Sampling) -> common_pb2.SamplingSettings:
     """Only the fields that are set. Raises InvalidSampling for what the message cannot hold; the server checks more."""
-    message = common_pb2.SamplingSettings()
-    for field in fields(sampling):
-        value = getattr(sampling, field.name)
+    given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    return request_of(common_pb2.SamplingSettings, InvalidSampling, **given)
+
+
+def request_of(kind: type[Wire], refusal: type[ClientError] = InvalidRequest, **given: Any) -> Wire:
+    """A message with these fields; None leaves one unset.
+
+    Raises `refusal`, which names the field, its value and what it may be, for what the message cannot hold.
+    """
+    message = kind()
+    for name, value in given.items():
         if value is None:
             continue
         try:
-            setattr(message, field.name, value)
-        except (TypeError, ValueError) as error:
-            raise InvalidSampling(f"{field.name} cannot be {value!r}: {_range_of(field.name)}.") from error
+            message.MergeFrom(kind(**{name: value}))
+        except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
+            raise refusal(f"{name} {_complaint(kind, name, value)}.") from error
+    for name, value in given.items():
+        if (
+            value is not None
+            and not kind.DESCRIPTOR.fields_by_name[name].is_repeated
+            and not isinstance(value, WireMessage)
+        ):
+            setattr(message, name, value)  # a value that equals the default must count as set where that is optional
     return message
 
 
-def _range_of(field_name: str) -> str:
-    kind = common_pb2.SamplingSettings.DESCRIPTOR.fields_by_name[field_name].cpp_type
-    unsigned = (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64)
-    return "it is a whole number from 0 up" if kind in unsigned else "it is a number"
+def check_size(request: WireMessage) -> None:
+    """Raises RequestTooLarge for what the coordinator would not read; it would say so less clearly."""
+    n_bytes = request.ByteSize()
+    if n_bytes > MAX_MESSAGE_BYTES:
+        raise RequestTooLarge(
+            f"The request has {n_bytes:,} bytes; one request may have {MAX_MESSAGE_BYTES:,} ({MAX_MESSAGE_BYTES >> 20} "
+            "MiB). Send a shorter message, or several turns."
+        )
+
+
+def _complaint(kind: type[WireMessage], name: str, value: Any) -> str:
+    field = kind.DESCRIPTOR.fields_by_name[name]
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(text, str):
+                return f"cannot be {text!r}: it is a text"
+            place = next((index for index, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            if place is not None:
+                return (
+                    f"is not valid Unicode: character {place + 1} is half of a surrogate pair, which is also what "
+                    "becomes of bytes that are not UTF-8"
+                )
+    bits = _BITS_OF.get(field.cpp_type)
+    if bits is None:
+        return f"cannot be {value!r}: it is {_KIND_OF.get(field.cpp_type, 'a number')}"
+    low, high = bits
+    return f"cannot be {value!r}: it is a whole number from {low} to {high}"
 
 
 def session_of(message: chat_pb2.Session) -> SessionInfo:
@@ -267,4 +318,8 @@ def status_of(message: chat_pb2.GetStatusResponse) -> ClusterStatus:
         snapshot_bytes=message.snapshot_bytes,
         n_failovers=message.n_failovers,
         n_turns_finished=message.n_turns_finished,
+        n_predictions=message.n_predictions,
+        prediction_error=message.prediction_error_median,
+        predicted_seconds=message.predicted_seconds_median,
+        first_token_seconds=message.first_token_seconds_median,
     )
