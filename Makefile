@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine bench-store bench-resume clean
+.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine bench-store bench-resume bench-coordinator storm clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,7 +61,7 @@ format: $(VENV)/.dev ## format and fix what can be fixed
 proto: $(VENV)/.dev ## generate the stubs anew
 	$(BIN)/python -m kvferry.proto.generate
 
-bench: bench-engine bench-store bench-resume ## every benchmark: ratios against a peer in the same run
+bench: bench-engine bench-store bench-resume bench-coordinator ## every benchmark: ratios against a peer in the same run
 
 bench-engine: $(VENV)/.runtime $(VENV)/.bench ## prefill and decode beside llama.cpp
 	$(BIN)/kvferry models fetch smollm2-135m
@@ -73,6 +73,15 @@ bench-store: $(VENV)/.runtime ## saving and restoring beside dd, what verificati
 bench-resume: $(VENV)/.runtime ## the first token of a session on another node, restored or computed again
 	$(BIN)/kvferry models fetch smollm2-135m
 	$(BIN)/python -m kvferry.bench.resume
+
+bench-coordinator: $(VENV)/.runtime ## routing beside other rules, what the coordinator adds to a stream, the LCP index
+	$(BIN)/kvferry models fetch smollm2-135m
+	$(BIN)/python -m kvferry.bench.routing
+	$(BIN)/python -m kvferry.bench.coordinator
+	$(BIN)/python -m kvferry.bench.lcp_index
+
+storm: $(VENV)/.runtime ## 10,000 simulated clusters in the worst weather
+	$(BIN)/kvferry storm --seeds 10000 --processes 2
 
 clean: ## remove what set-up made in this folder
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

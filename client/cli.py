@@ -18,12 +18,15 @@ SHORT_HELP: Final = {
     "sessions": "List, show, fork and delete conversations.",
     "nodes": "Show the fleet.",
     "status": "Show the coordinator and its fleet at a glance.",
+    "route": "Explain where each turn went and why, and how right the router was.",
     "models": "Fetch, list, inspect and verify models.",
     "node": "Run a node.",
     "coordinator": "Run a coordinator.",
     "kv": "List, inspect, verify and dump KV snapshots.",
     "score": "Compute logits and KV rows of given tokens, to compare with another implementation.",
     "doctor": "Say which kernels run on this machine, and check their bits.",
+    "simulate": "Predict what a fleet would do, with the coordinator's own routing.",
+    "storm": "Break simulated clusters in every way, thousands of times.",
     "drill": "Break a real cluster and judge what happened.",
 }
 """What `kvferry --help` prints. Kept here, since asking a command for its help imports its room."""

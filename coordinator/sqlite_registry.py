@@ -86,7 +86,7 @@ class SqliteRegistry:
                 self._connection.execute(f"PRAGMA {pragma}")
             return prepare(self._connection, new_coordinator_id, first_generation, generation_at_least)
         except sqlite3.Error as e:
-            raise StatePathInvalid(f"the registry {self._path} cannot be opened: {e}") from e
+            raise StatePathInvalid(f"the registry {self._path} cannot be opened: {e}; {what_to_do(e, self._path)}") from e
 
     async def close(self) -> None:
         def close_connection() -> None:
@@ -235,7 +235,7 @@ class SqliteRegistry:
         try:
             return await asyncio.wrap_future(future)
         except sqlite3.Error as e:
-            raise RegistryUnavailable(f"the registry {self._path} failed: {e}") from e
+            raise RegistryUnavailable(f"the registry {self._path} failed: {e}; {what_to_do(e, self._path)}") from e
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Final
 from uuid import uuid4
 
@@ -73,6 +73,7 @@ class Turns:
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._session_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._last_node: dict[str, str] = {}
+        self._n_beginning = 0
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
         self._stopping = asyncio.Event()
 
@@ -100,21 +101,33 @@ class Turns:
         """
         if self._stopping.is_set():
             raise stopping()
+        # Not the caller's to cancel: a turn that became durable runs, even when whoever asked for it is gone.
+        return await asyncio.shield(asyncio.create_task(self._begin(request), name="begin turn"))
+
+    async def _begin(self, request: TurnRequest) -> Key:
         async with self._session_lock(request.session_id):
             if (known := await self._known(request)) is not None:
                 return known
-            if len(self._runners) >= self._max_open_turns:
-                raise QueueFull(
-                    f"{len(self._runners)} turns are open, as many as this coordinator takes: ask again a little later"
-                )
-            # Not the caller's to cancel: a turn that became durable runs, even when whoever asked for it is gone.
-            return await asyncio.shield(asyncio.create_task(self._begin_new(request), name="begin turn"))
+            with self._place_among_open_turns():
+                record, history = await self._new_record(request)
+                await self._around.registry.begin_turn(record)
+                if self._stopping.is_set():
+                    raise stopping()  # it is open in the registry: the next start takes it up
+                self._start(record, history, resumed=False)
+            return record.session_id, record.turn_id
 
-    async def _begin_new(self, request: TurnRequest) -> Key:
-        record, history = await self._new_record(request)
-        await self._around.registry.begin_turn(record)
-        self._start(record, history, resumed=False)
-        return record.session_id, record.turn_id
+    @contextlib.contextmanager
+    def _place_among_open_turns(self) -> Iterator[None]:
+        """Counts a turn on its way to the disk, or a crowd that comes at once would all be let in. Raises QueueFull."""
+        if len(self._runners) + self._n_beginning >= self._max_open_turns:
+            raise QueueFull(
+                f"{self._max_open_turns} turns are open, as many as this coordinator takes: ask again a little later"
+            )
+        self._n_beginning += 1
+        try:
+            yield
+        finally:
+            self._n_beginning -= 1
 
     async def events(self, key: Key, from_index: int) -> AsyncGenerator[chat_pb2.TurnEvent, None]:
         """The turn's events: tokens from ``from_index`` on, and everything that is not a token.

@@ -43,13 +43,18 @@ def status(coordinator: str, as_json: bool) -> None:
         return
     click.echo(f"coordinator {found.coordinator_id} at {coordinator}, kvferry {found.version}, model {found.model}")
     click.echo(
-        f"up {duration_text(found.uptime_seconds)} (start {found.generation}), "
+        f"up {duration_text(found.uptime_seconds)} (generation {found.generation}), "
         f"{found.n_turns_finished} turns finished, {found.n_failovers} failovers"
     )
     click.echo(
         f"{found.n_sessions} sessions, {found.n_open_turns} turns open, "
         f"{found.n_snapshots} snapshots ({bytes_text(found.snapshot_bytes)})"
     )
+    if found.n_predictions:
+        click.echo(
+            f"first token after {found.first_token_seconds:.2f} s at the median of the last {found.n_predictions}, "
+            f"predicted {found.predicted_seconds:.2f} s, off by {found.prediction_error:.0%}"
+        )
     _print_nodes(found.nodes)
 
 

@@ -146,3 +146,9 @@ class ClusterStatus:
     snapshot_bytes: int
     n_failovers: int
     n_turns_finished: int
+    # Of the latest placements: how many, the median relative error of the predicted time to first token, and the
+    # medians of what was predicted and of what came.
+    n_predictions: int = 0
+    prediction_error: float = 0.0
+    predicted_seconds: float = 0.0
+    first_token_seconds: float = 0.0

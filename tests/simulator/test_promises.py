@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections import Counter
 
@@ -201,3 +202,40 @@ def test_a_cancelled_turn_frees_its_slot_within_a_step() -> None:
         assert coordinator.turns.n_open == 0
 
     virtual_time.run(main())
+
+
+# 17: zombies are harmless. The storms freeze boards; this is a coordinator that should be gone.
+
+
+def test_a_second_coordinator_with_an_old_log_gets_no_token_from_anybody() -> None:
+    calm = Calm(17, n_boards=2)
+
+    async def main() -> tuple[int, int]:
+        first = await calm.start()
+        old_log = copy.deepcopy(calm.ledger)
+        await first.crash()
+        await calm._start_coordinator()  # the second life of the right one
+        await calm.coordinator.crash()
+        await calm._start_coordinator()  # and its third
+        await asyncio.sleep(4.0)  # the boards have heard of it
+        zombie = SimulatedCoordinator(
+            old_log, calm.network, calm.store, calm.rng, calm._board_at, lambda: 0, lambda: False
+        )
+        await zombie.start()
+        await asyncio.sleep(1.2)  # its time of grace
+        for board in calm.boards.values():  # as if somebody had told them its address
+            await zombie.answer("Register", board._registration())
+        await new_session(zombie, "stolen")
+        turn = await zombie.turns.begin(request("stolen", "t", 20))
+        await asyncio.sleep(0.8)  # it believes in its boards for a lease
+        live = zombie.turns.live_turn(*turn)
+        assert live is not None
+        assert live.placements
+        n_tokens = len(live.answer_ids)
+        await zombie.crash()
+        await calm.coordinator.crash()
+        return n_tokens, calm.sometimes["generation refused"]
+
+    n_tokens, n_refused = virtual_time.run(main())
+    assert n_tokens == 0
+    assert n_refused >= 1
