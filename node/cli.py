@@ -28,6 +28,7 @@ def node() -> None:
 @click.option("--max-running", type=int, help="Turns in one batch.  [default: 8]")
 @click.option("--max-queued", type=int, help="Turns that may wait beside those.  [default: 32]")
 @click.option("--decode-slowdown", type=float, help="Longest step beside prompts, in steps without.  [default: 2.25]")
+@click.option("--quant", help="q8 or q4: what float weights become; all nodes of a fleet the same.  [default: q8]")
 @click.option("--step-seconds", type=float, help="Longest step of prompts alone.  [default: 0.5]")
 @click.option("--max-sessions", type=int, help="Sessions kept in memory.  [default: 512]")
 @click.option("--store-max-bytes", help="Size the store may grow to.  [default: 16GiB]")

@@ -59,6 +59,9 @@ class NodeConfig(BaseSettings):
         default=None, ge=32, description="most tokens of a sequence; default: what the model says"
     )
     max_running: int = Field(default=8, ge=1, le=64, description="turns in one batch")
+    quant: Literal["q8", "q4"] = Field(
+        default="q8", description="what weights become that the kernels cannot take as they are stored"
+    )
     max_queued: int = Field(default=32, ge=0, le=1024, description="turns that may wait beside those")
     decode_slowdown: float = Field(
         default=2.25,

@@ -47,6 +47,7 @@ def load_serving(
         n_threads=config.n_threads,
         kv_bytes=int(config.kv_memory),
         context_length=config.context,
+        quant=config.quant,
         kv=KvKind(config.kv),
     )
     engine = Engine.load(path, options)

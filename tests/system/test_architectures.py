@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from .rig import Control, Strike, options, placed_on
 
 N_TOKENS = 700  # a model this small answers faster than a signal arrives
 N_TOKENIZER = 1024
+N_TRIES = 5
 
 
 def chat_folder(recorded_model: Path, tokenizer: Path, folder: Path) -> Path:
@@ -43,19 +45,26 @@ def chat_folder(recorded_model: Path, tokenizer: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["qwen2_bias_f32", "qwen3_tied_bf16", "qwen3moe_mixed_f32"])
+@pytest.mark.parametrize(
+    ("name", "quant"), [("qwen2_bias_f32", "q8"), ("qwen3_tied_bf16", "q4"), ("qwen3moe_mixed_f32", "q8")]
+)
 def test_killed_mid_answer_nothing_is_lost_twice_or_different(
-    name: str, recorded: Callable[[str], Path], golden: Path, tmp_path: Path
+    name: str, quant: str, recorded: Callable[[str], Path], golden: Path, tmp_path: Path
 ) -> None:
     folder = chat_folder(recorded(name) / "model", golden / "tokenizer_qwen_tiny", tmp_path / "model")
-    settings = options(str(folder), tmp_path / "cluster", n_nodes=2, kv_memory="64MiB", context=1024)
+    quantised = {"node_arguments": ("--quant", quant)}
+    settings = options(str(folder), tmp_path / "cluster", n_nodes=2, kv_memory="64MiB", context=1024, **quantised)
     with LocalCluster(settings) as cluster, Client(cluster.address) as client:
         control = Control(cluster)
         asked = (TurnRequest(f"Tell me a story, {i}.", N_TOKENS, Sampling(temperature=0.8, seed=i)) for i in range(40))
-        turn = next(turn for turn in asked if len(control.answer(turn).received) == N_TOKENS)
-        strike = Strike(10, cluster.kill_node)
-        session = client.create_session()
-        log = hold_turn(session, turn, strike)
-        assert strike.done
-        control.assert_same([turn], [log.record], session)
-        assert len(set(placed_on(log))) == 2
+        whole = (turn for turn in asked if len(control.answer(turn).received) == N_TOKENS)
+        for turn in islice(whole, N_TRIES):
+            strike = Strike(3, cluster.kill_node)
+            session = client.create_session()
+            log = hold_turn(session, turn, strike)
+            assert strike.done
+            control.assert_same([turn], [log.record], session)
+            if len(set(placed_on(log))) == 2:
+                return
+            cluster.ensure_all_live()  # all tokens were on their way before the node died
+    pytest.fail(f"the node was never killed before the end of an answer, in {N_TRIES} tries")
