@@ -80,7 +80,7 @@ class InvalidTokens(EngineError):
     """Token ids that are not tokens of the model, or a batch that is not well-formed."""
 
     code: ClassVar[str] = "invalid_tokens"
-    exit_code: ClassVar[int] = 7
+    exit_code: ClassVar[int] = 12
 
 
 class OutputUnwritable(EngineError):
