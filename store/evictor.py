@@ -54,10 +54,13 @@ class Evictor:
                 self._pins.subtract(names)
                 self._pins += Counter()  # drops what is not pinned any more
 
-    def make_room(self, now_ns: int, shortage_bytes: int, wanted_for: Path) -> tuple[str, ...]:
-        """Evicts until the budget holds and ``shortage_bytes`` of the disk are free; returns the names that went.
+    def make_room(
+        self, now_ns: int, shortage_bytes: int, wanted_for: Path, *, by_quota: bool = False
+    ) -> tuple[str, ...]:
+        """Evicts until the budget holds and ``shortage_bytes`` more of the disk are free; returns the names that went.
+        ``by_quota``: the disk refused them although its count of free bytes has room.
 
-        Raises StoreFull when what is pinned or being written leaves too little, StoreUnavailable.
+        Raises StoreFull when what is pinned or being written, or others' files, leave too little, StoreUnavailable.
         """
         evicted: list[str] = []
         for _ in range(_MAX_PLANS):
@@ -73,10 +76,24 @@ class Evictor:
             if len(gone) == len(plan.evict):
                 return tuple(evicted)
         raise StoreFull(
-            f"no room for {wanted_for}: everything else in the store's {self.budget.max_bytes} bytes"
-            f" and {self.budget.max_files} files is in use",
+            f"no room for {wanted_for}: {self._why_no_room(shortage_bytes, by_quota=by_quota)}",
             op="make room",
             path=wanted_for,
+        )
+
+    def _why_no_room(self, shortage_bytes: int, *, by_quota: bool) -> str:
+        """Whose limit it is: the disk's, a quota's, or the store's own."""
+        if shortage_bytes <= 0:
+            return (
+                f"everything else in the store's {self.budget.max_bytes} bytes"
+                f" and {self.budget.max_files} files is in use"
+            )
+        if by_quota:
+            return f"the disk refuses {shortage_bytes} bytes more, by a quota perhaps; raise it, or make room there"
+        n_free = self._directory.free_bytes()
+        return (
+            f"its disk has {n_free} bytes free, {n_free + shortage_bytes} are needed, and nothing that the store may"
+            " evict makes up for it; remove other files from that disk"
         )
 
     def free(self, n_bytes: int) -> None:
@@ -90,7 +107,8 @@ class Evictor:
             now_ns = self._directory.now_ns()
         except StoreFull:  # not even an empty file can be made; then every reservation counts
             now_ns = 0
-        self.make_room(now_ns, shortage if shortage > 0 else n_bytes, self._directory.path)
+        by_quota = shortage <= 0
+        self.make_room(now_ns, n_bytes if by_quota else shortage, self._directory.path, by_quota=by_quota)
 
     def discard(self, names: Sequence[str]) -> int:
         """Moves files that something else stands for now to the trash; those that are being read stay. How many

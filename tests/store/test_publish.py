@@ -199,7 +199,7 @@ def test_a_close_that_reports_a_lost_write_fails_the_save(make_store, make_rows,
     store.reap()
     fs.faults.append(Fault("close", errno.EDQUOT, times=1, after_doing=True))
     fs.faults.append(Fault("create", errno.EDQUOT, skip=2))
-    with pytest.raises(StoreFull):
+    with pytest.raises(StoreFull, match="quota"):
         store.publish(IDS, make_rows(tiny, 40))
     assert not _files(store)
 
