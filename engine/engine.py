@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.errors import ContextExceeded, InvalidTokens, OutOfKvMemory, UnsupportedArchitecture
+from kvferry.engine.files.gguf_file import open_gguf
 from kvferry.engine.files.model_file import ModelFile
 from kvferry.engine.files.open_model import open_model
 from kvferry.engine.fingerprint import fingerprint
@@ -31,6 +32,8 @@ from kvferry.engine.threads import WorkerThreads, new_control
 from kvferry.engine.vision.tower import VisionTower
 
 _F32 = NDArray[np.float32]
+
+_TOKENIZER_KEY: Final = "tokenizer.ggml.model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +200,9 @@ def _fingerprint(file: ModelFile, recipe: str, kv: KvKind) -> str:
 
 
 def _tokenizer_digest(path: Path) -> str:
-    """The digest of the model's text part; a folder that holds none is a model of bare token ids."""
-    if path.is_dir() and not (path / "tokenizer.json").exists():
+    """The digest of the model's text part; what holds none is a model of bare token ids."""
+    has_text = (path / "tokenizer.json").exists() if path.is_dir() else _TOKENIZER_KEY in open_gguf(path).metadata
+    if not has_text:
         return "no tokenizer"
     return TextModel.load(path).digest
 
