@@ -10,13 +10,14 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.engine.config import ModelConfig, VisionConfig
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.errors import ContextExceeded, InvalidTokens, UnsupportedArchitecture
 from kvferry.engine.files.open_model import open_model
 from kvferry.engine.kv_cache import KvGeometry, KvKind, KvSequence
 from kvferry.engine.packing import Quant
 from kvferry.engine.reference import Images, ReferenceModel
-from kvferry.engine.vision.positions import grids_of
+from kvferry.engine.vision.positions import grids_of, image_positions
 from kvferry.engine.vision.preprocess import prepare_image
 from kvferry.engine.vision.prompt import expand_image_tokens
 from kvferry.engine.vision.sight import SeenPrompt
@@ -62,7 +63,8 @@ def score(
     quant: Quant = "q8",
     kv: KvKind = KvKind.F32,
 ) -> Score:
-    """Run the engine over the text, ``chunk`` tokens at a time. Raises as Engine does."""
+    """Run the engine over the text, ``chunk`` tokens at a time. Raises as ``check_request`` and Engine do."""
+    check_request(open_model(path).config, token_ids, images, n_greedy=n_greedy)
     engine = Engine.load(path, _options(path, len(token_ids) + n_greedy, n_threads, quant, kv))
     try:
         features, seen = _look(engine, token_ids, images)
@@ -85,17 +87,52 @@ def score(
 
 def score_reference(path: Path, token_ids: NDArray[np.int32], images: Images | None = None, *, n_greedy: int) -> Score:
     """The same by the slow float path."""
+    check_request(open_model(path).config, token_ids, images, n_greedy=n_greedy)
     model = ReferenceModel.load(path)
-    _check(token_ids, model.config.vocab_size)
-    if len(token_ids) + n_greedy > model.config.context_length:
-        raise ContextExceeded(
-            f"{len(token_ids) + n_greedy} tokens are more than the context of {model.config.context_length} holds"
-        )
     output = model.forward(token_ids, images, n_greedy=n_greedy)
     scored = None
     if output.image is not None:
         scored = ScoredImages(output.image.embeds, output.image.deepstack, output.position_ids)
     return Score(output.logits, output.k, output.v, output.greedy_ids, scored)
+
+
+def check_request(
+    config: ModelConfig, token_ids: NDArray[np.int32], images: Images | None = None, *, n_greedy: int
+) -> int:
+    """Refuse what the model cannot compute, from its shape alone, before weights are read; the bytes of the results.
+
+    Raises InvalidTokens, ContextExceeded, UnsupportedArchitecture.
+    """
+    n, vision = len(token_ids), config.vision
+    if images is not None and vision is None:
+        raise UnsupportedArchitecture(f"this {config.architecture} model takes no images")
+    if n == 0:
+        raise InvalidTokens("a text is at least one token")
+    outside = np.flatnonzero((token_ids < 0) | (token_ids >= config.vocab_size))
+    if len(outside):
+        raise InvalidTokens(
+            f"token ids lie in 0 .. {config.vocab_size - 1}; token {outside[0]} is {token_ids[outside[0]]}"
+        )
+    if n + n_greedy > config.context_length:
+        continued = f" and {n_greedy} to continue with" if n_greedy else ""
+        raise ContextExceeded(f"{n} tokens{continued} are more than the context of {config.context_length} holds")
+    n_floats = n * (config.vocab_size + 2 * config.n_layers * config.kv_dim) + n_greedy
+    if images is not None and vision is not None:
+        n_floats += 3 * n + _check_images(config, vision, token_ids, images)
+    return n_floats * np.dtype(np.float32).itemsize
+
+
+def _check_images(config: ModelConfig, vision: VisionConfig, token_ids: NDArray[np.int32], images: Images) -> int:
+    """Refuse images that the tower cannot take or that do not stand in the text; the floats of their features."""
+    grids = grids_of(images.grid_thw, vision)
+    expected = (sum(grid.n_patches for grid in grids), vision.patch_elements)
+    if images.pixel_values.shape != expected:
+        raise InvalidTokens(
+            f"pixel_values has shape {list(images.pixel_values.shape)}, and the grids ask for {list(expected)}"
+        )
+    image_positions(token_ids, grids, vision)
+    n_image_tokens = sum(grid.n_tokens(vision.merge_size) for grid in grids)
+    return n_image_tokens * config.hidden_size * (1 + len(vision.deepstack_layers))
 
 
 def with_images(
@@ -151,11 +188,6 @@ def _options(path: Path, n_tokens: int, n_threads: int, quant: Quant, kv: KvKind
         quant=quant,
         kv=kv,
     )
-
-
-def _check(token_ids: NDArray[np.int32], vocab_size: int) -> None:
-    if len(token_ids) == 0 or token_ids.min() < 0 or token_ids.max() >= vocab_size:
-        raise InvalidTokens(f"a text is at least one token, each in 0 .. {vocab_size - 1}")
 
 
 def _rows(geometry: KvGeometry, sequence: KvSequence) -> tuple[_F32, _F32]:

@@ -9,8 +9,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.engine.errors import OutOfResources
 from kvferry.engine.kernels.layout import CACHE_LINE
 from kvferry.engine.kernels.sync import CONTROL_BYTES, STEP_GENERATION, announce_step
+
+# More than any machine has processors; what is beyond is a slip of the finger.
+MAX_THREADS: Final = 1024
 
 # Runs thread ``thread`` of every step after step ``seen`` until none comes for a while; returns the last one's number.
 ServeSteps = Callable[[int, int], int]
@@ -35,8 +39,19 @@ class WorkerThreads:
             threading.Thread(target=self._work, args=(thread,), name=f"kvferry-engine-{thread}", daemon=True)
             for thread in range(1, n_threads)
         ]
-        for worker in self._threads:
-            worker.start()
+        self._start()
+
+    def _start(self) -> None:
+        for i, worker in enumerate(self._threads):
+            try:
+                worker.start()
+            except RuntimeError as error:
+                n_asked = len(self._threads) + 1
+                self._threads = self._threads[:i]
+                self.stop()
+                raise OutOfResources(
+                    f"the system gave {i + 1} of the engine's {n_asked} threads and refused the next; ask for fewer"
+                ) from error
 
     def announce(self) -> None:
         """Start a step on all workers."""

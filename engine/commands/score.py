@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
-from kvferry.engine.errors import InvalidTokens
+from kvferry.engine.commands.score_files import check_output, read_prompt, write_score
+from kvferry.engine.errors import InvalidImage, OutOfResources
+from kvferry.engine.files.open_model import open_model
+from kvferry.engine.files.regular import fault_of
 from kvferry.engine.files.resolve import resolve_model
 from kvferry.engine.kv_cache import KvKind
 from kvferry.engine.packing import Quant
-from kvferry.engine.reference import Images
-from kvferry.engine.score import DEFAULT_CHUNK, score_reference, with_images
+from kvferry.engine.score import DEFAULT_CHUNK, check_request, score_reference, with_images
 from kvferry.engine.score import score as score_tokens
+from kvferry.engine.threads import MAX_THREADS
+from kvferry.engine.vision.preprocess import IMAGE_BYTES_MAX
 
 
 @click.command()
@@ -24,7 +24,7 @@ from kvferry.engine.score import score as score_tokens
 @click.option("--input", "source", required=True, type=click.Path(path_type=Path), help="Holds input_ids (int32 [S]).")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Gets logits, k, v and greedy_ids.")
 @click.option("--chunk", default=DEFAULT_CHUNK, type=click.IntRange(1), help="Tokens per step of the engine.")
-@click.option("--threads", default=1, type=click.IntRange(1), help="Threads of the engine.")
+@click.option("--threads", default=1, type=click.IntRange(1, MAX_THREADS), help="Threads of the engine.")
 @click.option(
     "--kv", default="f32", type=click.Choice([kind.value for kind in KvKind]), help="What the KV cache stores."
 )
@@ -34,7 +34,7 @@ from kvferry.engine.score import score as score_tokens
     "--image",
     "image_files",
     multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     help="An image of the prompt (PNG, JPEG or WebP), in order; else IN may hold pixel_values and image_grid_thw.",
 )
 @click.option("--greedy", default=0, type=click.IntRange(0), help="Tokens to continue with, largest logit first.")
@@ -59,39 +59,33 @@ def score(
     input_ids as it has, or one that is then expanded.
     """
     path = resolve_model(model)
-    token_ids, images = _read_prompt(source)
+    token_ids, images = read_prompt(source)
     if image_files:
-        token_ids, images = with_images(path, token_ids, [file.read_bytes() for file in image_files])
-    if reference:
-        result = score_reference(path, token_ids, images, n_greedy=greedy)
-    else:
-        result = score_tokens(
-            path, token_ids, images, chunk=chunk, n_threads=threads, n_greedy=greedy, quant=quant, kv=KvKind(kv)
-        )
-    tensors = {"logits": result.logits, "k": result.k, "v": result.v, "greedy_ids": result.greedy_ids}
-    if result.images is not None:
-        tensors |= {
-            "image_embeds": result.images.embeds,
-            "deepstack": result.images.deepstack,
-            "position_ids": result.images.position_ids,
-        }
-    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, output)
-
-
-def _read_prompt(source: Path) -> tuple[NDArray[np.int32], Images | None]:
-    """The tokens, and the images' patches where the file holds them."""
+        token_ids, images = with_images(path, token_ids, [_read_image(file) for file in image_files])
+    n_bytes = check_request(open_model(path).config, token_ids, images, n_greedy=greedy)
+    check_output(output, n_bytes)
     try:
-        tensors = load_file(source)
-    except (OSError, SafetensorError) as error:
-        raise InvalidTokens(f"{source} cannot be read as a safetensors file: {error}") from error
-    token_ids = tensors.get("input_ids")
-    if token_ids is None or token_ids.dtype != np.int32 or token_ids.ndim != 1 or len(token_ids) == 0:
-        raise InvalidTokens(f"{source} must hold input_ids, a non-empty int32 [S]")
-    pixels, grids = tensors.get("pixel_values"), tensors.get("image_grid_thw")
-    if (pixels is None) != (grids is None):
-        raise InvalidTokens(f"{source} must hold pixel_values and image_grid_thw together")
-    if pixels is None or grids is None:
-        return token_ids, None
-    if pixels.dtype != np.float32 or pixels.ndim != 2 or grids.dtype not in (np.int32, np.int64):
-        raise InvalidTokens(f"{source}: pixel_values must be float32 [patches, elements], image_grid_thw integers")
-    return token_ids, Images(pixels, grids)
+        if reference:
+            result = score_reference(path, token_ids, images, n_greedy=greedy)
+        else:
+            result = score_tokens(
+                path, token_ids, images, chunk=chunk, n_threads=threads, n_greedy=greedy, quant=quant, kv=KvKind(kv)
+            )
+        write_score(result, output)
+    except MemoryError as error:
+        raise OutOfResources(
+            f"there is not enough memory for the model and the {n_bytes} bytes of logits and rows of {len(token_ids)} "
+            "tokens; give fewer tokens"
+        ) from error
+
+
+def _read_image(path: Path) -> bytes:
+    fault = fault_of(path)
+    if fault is not None:
+        raise InvalidImage(f"{path} {fault}")
+    if path.stat().st_size > IMAGE_BYTES_MAX:
+        raise InvalidImage(f"{path} has {path.stat().st_size} bytes, more than the limit of {IMAGE_BYTES_MAX}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidImage(f"{path} cannot be read ({error.strerror})") from error

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Final
+
+NOT_THERE: Final = "does not exist"
 
 
 def fault_of(path: Path) -> str | None:
@@ -16,7 +19,7 @@ def fault_of(path: Path) -> str | None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        return "does not exist"
+        return NOT_THERE
     except (OSError, ValueError) as error:
         return f"cannot be reached ({getattr(error, 'strerror', None) or error})"
     if stat.S_ISDIR(mode):
