@@ -35,6 +35,7 @@ from kvferry.coordinator.registry import (
     TurnOutcome,
     TurnRecord,
 )
+from kvferry.coordinator.registry_trouble import DAMAGED, what_to_do
 from kvferry.coordinator.sqlite_schema import (
     Opening,
     insert,
@@ -86,7 +87,11 @@ class SqliteRegistry:
                 self._connection.execute(f"PRAGMA {pragma}")
             return prepare(self._connection, new_coordinator_id, first_generation, generation_at_least)
         except sqlite3.Error as e:
-            raise StatePathInvalid(f"the registry {self._path} cannot be opened: {e}; {what_to_do(e, self._path)}") from e
+            raise StatePathInvalid(
+                f"the registry {self._path} cannot be opened: {e}; {what_to_do(e, self._path)}"
+            ) from e
+        except (KeyError, ValueError) as e:  # tables as ours, with something else in them
+            raise StatePathInvalid(f"the registry {self._path} cannot be opened: {DAMAGED}") from e
 
     async def close(self) -> None:
         def close_connection() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Final, Self
 import psutil
 
 from kvferry.coordinator.errors import StateInUse, StatePathInvalid
+from kvferry.coordinator.registry_trouble import NOT_ALLOWED, free_bytes
 
 REMOTE_FILE_SYSTEMS: Final = frozenset(
     {
@@ -52,7 +54,7 @@ class StateDirectory:
         except (FileExistsError, NotADirectoryError) as e:
             raise StatePathInvalid(f"the state path {self.path} is a file: give a folder with --state") from e
         except OSError as e:
-            raise StatePathInvalid(f"the state folder {self.path} cannot be used: {e.strerror}") from e
+            raise self._unusable(e) from e
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
@@ -62,9 +64,20 @@ class StateDirectory:
                 f"another coordinator (process {holder}) holds the state folder {self.path}: "
                 "stop it, or give another folder with --state"
             ) from e
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as e:
+            self.release()
+            raise self._unusable(e) from e
         return self
+
+    def _unusable(self, error: OSError) -> StatePathInvalid:
+        said = f"the state folder {self.path} cannot be used: {error.strerror}"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            n_free = free_bytes(self.path)
+            return StatePathInvalid(f"{said}, its disk has {n_free} bytes free: make room there")
+        return StatePathInvalid(f"{said}; {NOT_ALLOWED}, or give another one with --state")
 
     def release(self) -> None:
         if self._lock_fd is not None:

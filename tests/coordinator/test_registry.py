@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,7 @@ from kvferry.coordinator.registry import (
     TurnRecord,
 )
 from kvferry.coordinator.sqlite_registry import SqliteRegistry
+from kvferry.coordinator.state_directory import StateDirectory
 
 Open = Callable[[], Awaitable[Registry]]
 
@@ -440,8 +443,65 @@ async def test_a_state_of_a_newer_version_is_refused_with_what_to_do(tmp_path: P
 
 async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "registry.sqlite3").write_bytes(b"something else entirely, and long enough to be looked at" * 10)
-    with pytest.raises(CannotStart, match="cannot be opened"):
+    with pytest.raises(CannotStart, match=r"cannot be opened: .* backup of it in its place, or move it away"):
         await open_sqlite(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("CREATE TABLE meta (a)", "another program's"),
+        ("CREATE TABLE songs (a); PRAGMA user_version = 1", "another program's"),
+        (
+            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 1",
+            "backup of it in its place",
+        ),
+    ],
+)
+async def test_a_database_of_something_else_is_refused_with_what_to_do(tmp_path: Path, script: str, says: str) -> None:
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "registry.sqlite3") as db:
+        db.executescript(script)
+    db.close()
+    with pytest.raises(CannotStart, match=says):
+        await open_sqlite(tmp_path)
+
+
+async def until_it_fails(registry: Registry) -> None:
+    for number in range(200):
+        await registry.create_session(session(f"s{number}"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 1 MiB: a disk that is really full."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+async def test_a_full_disk_is_told_with_how_little_is_free(small_disk: Path) -> None:
+    registry = await open_sqlite(small_disk)
+    try:
+        room = small_disk / "theirs"
+        with contextlib.suppress(OSError), room.open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+        with pytest.raises(RegistryUnavailable, match=r"its disk has \d+ bytes free: make room there"):
+            await until_it_fails(registry)
+        with pytest.raises(CannotStart, match=r"disk has \d+ bytes free: make room there"):
+            StateDirectory(small_disk / "another").acquire()
+    finally:
+        await registry.close()
 
 
 async def test_commits_reach_the_disk(tmp_path: Path) -> None:
