@@ -26,6 +26,9 @@ _TWO_OVER_PI: Final = float(1 / _HALF_PI)
 _SIN_TERMS: Final = tuple((-1) ** k / factorial(2 * k + 1) for k in range(9))
 _COS_TERMS: Final = tuple((-1) ** k / factorial(2 * k) for k in range(9))
 
+# The float64 numbers on the way take twenty times the table's own memory.
+_POSITIONS_AT_A_TIME: Final = 4096
+
 
 def inverse_frequencies(head_dim: int, theta: float) -> NDArray[np.float32]:
     """theta^(-2i / head_dim) for i < head_dim / 2, computed in 40-digit decimals and rounded to float32 once."""
@@ -41,10 +44,13 @@ def rope_table(n_positions: int, head_dim: int, theta: float) -> NDArray[np.floa
 
     angle = float32(position) * inverse frequency, rounded to float32; cosine and sine in float64, rounded once more.
     """
-    positions = np.arange(n_positions, dtype=np.float32)
-    angles = positions[:, None] * inverse_frequencies(head_dim, theta)[None, :]
-    cos, sin = _cos_sin(angles.astype(np.float64))
-    return np.stack([cos, sin], axis=1).astype(np.float32)
+    table = np.empty((n_positions, 2, head_dim // 2), np.float32)
+    frequencies = inverse_frequencies(head_dim, theta)
+    for start in range(0, n_positions, _POSITIONS_AT_A_TIME):
+        positions = np.arange(start, min(start + _POSITIONS_AT_A_TIME, n_positions), dtype=np.float32)
+        angles = positions[:, None] * frequencies[None, :]
+        table[start : start + len(positions)] = np.stack(_cos_sin(angles.astype(np.float64)), axis=1)
+    return table
 
 
 def _cos_sin(angles: _F64) -> tuple[_F64, _F64]:
