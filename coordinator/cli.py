@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ def coordinator() -> None:
 )
 def run(config: Path | None, log_level: str, **options: Any) -> None:
     """Serve until SIGTERM or Ctrl-C."""
+    # What gRPC prints by itself, past our logging and in words of its own, we say.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # gRPC and the tokenizer are not needed to say that a path is wrong, or to print the help.
     from kvferry.coordinator.config import CoordinatorSettings
     from kvferry.coordinator.server import run as run_coordinator

@@ -38,6 +38,7 @@ from kvferry.engine.files.resolve import resolve_model
 from kvferry.engine.text.model import TextModel
 from kvferry.proto.address import parse_address, why_not_listen
 from kvferry.proto.channel import server_options
+from kvferry.proto.malformed import MalformedRefused
 from kvferry.proto.ready_file import write_ready_file
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
@@ -128,7 +129,9 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
         context_length=model.context_length, no_node_wait_seconds=settings.no_node_wait,
         max_open_turns=settings.max_open_turns,
     )  # fmt: skip
-    server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+    server = grpc.aio.server(
+        interceptors=[MalformedRefused()], options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
+    )
     chat_pb2_grpc.add_ChatServiceServicer_to_server(
         ChatService(
             turns=turns, registry=registry, fleet=fleet, snapshots=snapshots, model_name=model.text.model_name,

@@ -5,27 +5,47 @@ from __future__ import annotations
 from typing import Final, cast
 
 import grpc
+from google.protobuf import json_format
 
 from kvferry.node.errors import NodeUnreachable
 from kvferry.proto.channel import channel_options
+from kvferry.proto.status import CODE_KEY
 from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
 
 TIMEOUT_SECONDS: Final = 5.0
 
 
-def ask_status(address: str) -> list[tuple[str, str]]:
-    """Names and values; raises NodeUnreachable."""
+def ask_status(address: str) -> worker_pb2.GetNodeStatusResponse:
+    """Raises NodeUnreachable."""
     with grpc.insecure_channel(address, options=channel_options()) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
-            status = stub.GetNodeStatus(worker_pb2.GetNodeStatusRequest(), timeout=TIMEOUT_SECONDS)
+            return stub.GetNodeStatus(worker_pb2.GetNodeStatusRequest(), timeout=TIMEOUT_SECONDS)
         except grpc.RpcError as error:
-            said = cast("grpc.Call", error).details()  # gRPC raises objects that are both
-            raise NodeUnreachable(f"no node answers at {address}: {said}") from error
-    return list(_lines(status))
+            call = cast("grpc.Call", error)  # gRPC raises objects that are both
+            raise NodeUnreachable(f"no node answers at {address}: {_reason(call)}") from error
 
 
-def _lines(status: worker_pb2.GetNodeStatusResponse) -> list[tuple[str, str]]:
+def _reason(call: grpc.Call) -> str:
+    """In words of ours where gRPC's are about its own insides."""
+    if call.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return "what serves there is something else"
+    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"nothing was heard for {TIMEOUT_SECONDS:g} s"
+    if call.code() is grpc.StatusCode.UNAVAILABLE and not dict(call.trailing_metadata() or ()).get(CODE_KEY):
+        return "it cannot be reached; look at the address, and whether the node runs"
+    return call.details() or "no details"
+
+
+def as_json(status: worker_pb2.GetNodeStatusResponse) -> str:
+    """The message, with what is zero or false as well."""
+    return json_format.MessageToJson(
+        status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=2
+    )
+
+
+def as_lines(status: worker_pb2.GetNodeStatusResponse) -> list[tuple[str, str]]:
+    """Names and values for a person."""
     load = status.load
     return [
         ("node", f"{status.node_id}, kvferry {status.version}, up {status.uptime_seconds:.0f} s"),

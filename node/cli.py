@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def node() -> None:
 @click.option("--node-id", help="Name of this node, unique in the fleet.  [default: the host's name]")
 @click.option("--listen", help="HOST:PORT to listen at; port 0 takes a free one.  [default: 127.0.0.1:0]")
 @click.option("--advertise", help="HOST[:PORT] at which the coordinator reaches this node, if not --listen.")
-@click.option("--threads", type=int, help="Threads of the engine.  [default: one for each processor]")
+@click.option("--threads", type=int, help="Threads of the engine; 0: one for each processor.  [default: 0]")
 @click.option("--kv-memory", help="Memory for K/V rows, such as 1GiB.  [default: 1GiB]")
 @click.option("--kv", help="What that memory stores: f32, f16 (half of it) or q8 (a quarter).  [default: f32]")
 @click.option("--context", type=int, help="Most tokens of a conversation.  [default: what the model says]")
@@ -51,6 +52,7 @@ def run(config_file: Path | None, **flags: Any) -> None:
     Each setting may also come from the environment (KVFERRY_NODE_MODEL ...) or from the TOML file; flags win over the
     environment, the environment over the file.
     """
+    _silence_grpc()
     import asyncio
     import logging
     import sys
@@ -71,14 +73,30 @@ def run(config_file: Path | None, **flags: Any) -> None:
 
 @node.command()
 @click.argument("address")
-def status(address: str) -> None:
+@click.option("--json", "is_json", is_flag=True, help="For programs.")
+def status(address: str, *, is_json: bool) -> None:
     """Ask the node at ADDRESS (HOST:PORT) how it is."""
+    _silence_grpc()
     from rich.console import Console
     from rich.table import Table
 
-    from kvferry.node.asking import ask_status
+    from kvferry.node.asking import as_json, as_lines, ask_status
+    from kvferry.proto.address import parse_address
 
+    try:
+        parse_address(address)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="ADDRESS") from error
+    told = ask_status(address)
+    if is_json:
+        click.echo(as_json(told))
+        return
     table = Table("", address, title_justify="left")
-    for name, value in ask_status(address):
+    for name, value in as_lines(told):
         table.add_row(name, value)
     Console().print(table)
+
+
+def _silence_grpc() -> None:
+    """What gRPC prints by itself, past our logging and in words of its own, we say. Before it is imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")

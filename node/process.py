@@ -28,6 +28,7 @@ from kvferry.node.service import WorkerService
 from kvferry.node.state import NodeState, Serving
 from kvferry.proto.address import why_not_listen
 from kvferry.proto.channel import server_options
+from kvferry.proto.malformed import MalformedRefused
 from kvferry.proto.ready_file import write_ready_file
 from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
 
@@ -54,7 +55,9 @@ class Node:
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
         self._state = NodeState(config=config, started_at=time.monotonic())
-        self._server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CALLS)
+        self._server = grpc.aio.server(
+            interceptors=[MalformedRefused()], options=server_options(), maximum_concurrent_rpcs=MAX_CALLS
+        )
         self._health = health.aio.HealthServicer()
         self._stop = asyncio.Event()
         self._exit_code = 0

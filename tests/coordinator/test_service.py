@@ -341,3 +341,12 @@ async def test_long_prompts_are_tokenised_off_the_event_loop(
     assert (await refused(client.generate(await client.new_session(), "word " * 9000)))[0] == "prompt_too_long"
     assert threads
     assert threading.main_thread().name not in threads
+
+
+async def test_bytes_that_are_no_message_are_the_callers_mistake(cluster: Cluster) -> None:
+    channel = cluster.client().channel
+    for service, method in (("ChatService", "GetStatus"), ("FleetService", "Register")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(f"/kvferry.v1.{service}/{method}")(b"\xff" * 9)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert code_of(caught.value) == "invalid_request"

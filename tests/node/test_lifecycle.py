@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -78,14 +79,30 @@ def test_the_ready_file_says_where_it_serves(node: RunningNode) -> None:
     assert ready == {"address": node.address, "pid": node.process.pid, "node_id": folder.name}
 
 
+def test_bytes_that_are_no_message_are_the_callers_mistake(node: RunningNode) -> None:
+    for method in ("RunTurn", "GetNodeStatus"):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(node.channel.unary_stream(f"/{SERVICE}/{method}")(b"\xff" * 9, timeout=10))
+        assert error_of(caught.value)[:2] == ("INVALID_ARGUMENT", "invalid_request")
+    assert "Traceback" not in node.log
+
+
 def test_a_port_in_use_is_one_sentence(node: RunningNode, smollm2_path: Path) -> None:
     command = node_command(smollm2_path, "--listen", node.address)
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert node.address in line
-    assert "in use" in line
-    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()  # none of gRPC's own
+    assert line.startswith(f"error: cannot listen at {node.address}: address already in use; stop what uses it")
+
+
+def test_a_port_that_is_taken_while_we_look_is_one_sentence_too(node: RunningNode, smollm2_path: Path) -> None:
+    blind = "import kvferry.proto.address as a; a.why_not_listen = lambda address: None; "
+    command = node_command(smollm2_path, "--listen", node.address)
+    command[2] = command[2].replace("main()", f"{blind}main()")
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
+    (line,) = done.stderr.splitlines()  # gRPC would print lines of its own here
+    assert line.startswith(f"error: cannot listen at {node.address}: ")
 
 
 def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
@@ -135,6 +152,23 @@ def test_status_shows_a_node_to_a_person(node: RunningNode) -> None:
     assert result.exit_code == 0
     for words in (node.status().node_id, "serving", "fingerprint", "K/V memory", "event loop"):
         assert words in result.output
+
+
+def test_status_for_programs_is_the_message_as_json(node: RunningNode) -> None:
+    result = CliRunner().invoke(node_group, ["status", node.address, "--json"])
+    assert result.exit_code == 0
+    told = json.loads(result.output)
+    status = node.status()
+    assert (told["node_id"], told["context_length"]) == (status.node_id, status.context_length)
+    assert told["draining"] is False  # also what is false or nothing is there
+    assert told["load"]["n_running"] == 0
+
+
+@pytest.mark.parametrize("address", ["", "host", "127.0.0.1:99999", "127.0.0.1:0"])
+def test_status_of_what_is_no_address_is_a_usage_error(address: str) -> None:
+    result = CliRunner().invoke(node_group, ["status", address])
+    assert result.exit_code == 2
+    assert f"{address!r}" in result.output
 
 
 def test_status_of_nobody_is_one_sentence() -> None:
