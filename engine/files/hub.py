@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.engine.errors import FetchFailed, ModelNotFound
+from kvferry.engine.files.room import storage_fault
 
 # Weights, shapes, tokenizers and templates. Not fetched: pickled weights, which run code when read, and other
 # frameworks' formats.
@@ -31,6 +32,9 @@ def download_snapshot(name: str, revision: str | None, include: str | None, cach
     except (errors.HFValidationError, errors.HfHubHTTPError) as error:
         raise FetchFailed(f"the hub refused {name}: {_first_line(error)}") from error
     except (OSError, errors.IncompleteSnapshotError) as error:
+        fault = storage_fault(cache, error) if isinstance(error, OSError) else None
+        if fault is not None:
+            raise FetchFailed(f"{name} could not be fetched: {fault}. What came so far is kept") from error
         raise FetchFailed(
             f"{name} could not be fetched, the hub cannot be reached ({_first_line(error)}). What came so far is kept: "
             "run the same command again when the network is back. Without a network, copy the model's folder or GGUF "

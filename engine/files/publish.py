@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def reap_leftovers(folder: Path, *, now_s: float | None = None) -> int:
-    """Delete temporary files that a killed writer left in a folder long ago; how many there were.
+    """Delete temporary files and folders that a killed writer left in a folder long ago; how many there were.
 
     Young ones may belong to a fetch that is running in another process, so they stay.
     """
@@ -54,9 +55,14 @@ def reap_leftovers(folder: Path, *, now_s: float | None = None) -> int:
     n_reaped = 0
     for path in folder.glob(f"{TEMP_PREFIX}*"):
         try:
-            if path.is_file() and now_s - path.stat().st_mtime > TEMP_AGE_S_MAX:
+            changed_s = max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
+            if now_s - changed_s <= TEMP_AGE_S_MAX:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
                 path.unlink()
-                n_reaped += 1
+            n_reaped += 1
         except FileNotFoundError:
             continue  # its writer, or another reaper, was faster
     return n_reaped

