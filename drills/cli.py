@@ -22,6 +22,7 @@ from kvferry.drills.demo import DemoOptions, run_demo
 from kvferry.drills.errors import ProcessFailed, VerdictFailed
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 from kvferry.drills.report import as_json, print_report
+from kvferry.drills.supervisor import Supervisor
 
 DRILLS: Final = {
     "demo": "Three turns; the serving node is killed in the second, everything is restarted before the third.",
@@ -54,7 +55,10 @@ threads_option = click.option(
 @click.option("--port", type=click.IntRange(0, 65535), default=7070, show_default=True, help="0: any free one.")
 @threads_option
 def up(n_nodes: int, model: str, directory: Path | None, port: int, threads_per_node: int | None) -> None:
-    """Start a local cluster: a coordinator and some nodes, each a process of its own. Ctrl-C stops it."""
+    """Start a local cluster: a coordinator and some nodes, each a process of its own.
+
+    What dies is started again. Ctrl-C stops it all, a second one at once.
+    """
     ensure_model(model)
     options = ClusterOptions(
         model=model,
@@ -69,11 +73,7 @@ def up(n_nodes: int, model: str, directory: Path | None, port: int, threads_per_
         with suppress(KeyboardInterrupt):
             _watch(cluster)
         click.echo("stopping: sessions are saved", err=True)
-        try:
-            forced = cluster.stop()
-        except KeyboardInterrupt:  # a second one means: now
-            cluster.kill_all()
-            raise
+        forced = cluster.stop()
     if forced:
         raise ProcessFailed(f"{', '.join(forced)} did not stop in time and had to be killed.")
     click.echo("stopped", err=True)
@@ -135,19 +135,16 @@ def _print_how_to_go_on(cluster: LocalCluster) -> None:
     click.echo(f"Talk to it:      kvferry chat{where}")
     click.echo(f"Look at it:      kvferry status{where}")
     click.echo(f"Break it:        kill -9 {next(iter(cluster.nodes.values())).pid}   (in the middle of an answer)")
+    click.echo("Whatever dies is started again; its new pid is told here.")
     click.echo("Ctrl-C stops it; sessions are there again at the next start.")
 
 
 def _watch(cluster: LocalCluster) -> None:
-    """Until Ctrl-C. A node that dies is told, not restarted: breaking things is what a local cluster is for."""
-    told: set[str] = set()
-    while len(told) < len(cluster.processes):
+    """Until Ctrl-C; what dies is started again."""
+    supervisor = Supervisor(cluster, lambda line: click.echo(line, err=True))
+    while True:
         time.sleep(WATCH_S)
-        for process in cluster.processes:
-            if not process.is_running and process.name not in told:
-                told.add(process.name)
-                click.echo(f"{process.name} ended (code {process.return_code}): {process.last_words()}", err=True)
-    raise ProcessFailed("All processes of the cluster have ended.")
+        supervisor.step()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Final, Self
 
 from kvferry.client.errors import ClientError
 from kvferry.client.sdk import Client, NodeState
-from kvferry.drills.errors import DirectoryBusy, ProcessFailed
+from kvferry.drills.errors import DirectoryBusy, PortUnusable, ProcessFailed
 from kvferry.drills.process import POLL_S, READY_S, STOP_S, ManagedProcess
 
 REGISTER_S: Final = 30.0
@@ -87,6 +88,7 @@ class LocalCluster:
         The first node goes ahead: on a machine that never ran one it compiles the kernels, and the others find them.
         """
         self._lock()
+        self._check_port()
         self.start_coordinator()
         first, *others = self.nodes
         self.start_nodes([first])
@@ -95,8 +97,7 @@ class LocalCluster:
 
     def start_coordinator(self) -> None:
         """On the port it had before, if it had one; returns when it serves."""
-        self.coordinator.arguments = self._coordinator_arguments()
-        self.coordinator.start()
+        self.begin(self.coordinator.name)
         ready = self.coordinator.wait_ready()
         self._port = int(str(ready["address"]).rpartition(":")[2])
 
@@ -104,10 +105,18 @@ class LocalCluster:
         """Returns when their processes serve."""
         processes = [self.nodes[node_id] for node_id in node_ids]
         for process in processes:
-            process.arguments = self._node_arguments(process.name)
-            process.start()
+            self.begin(process.name)
         for process in processes:
             process.wait_ready(READY_S)
+
+    def begin(self, name: str) -> None:
+        """Starts the coordinator or a node, and does not wait until it serves."""
+        if name == self.coordinator.name:
+            self.coordinator.arguments = self._coordinator_arguments()
+            self.coordinator.start()
+        else:
+            self.nodes[name].arguments = self._node_arguments(name)
+            self.nodes[name].start()
 
     def wait_live(self, node_ids: Iterable[str], timeout_s: float = REGISTER_S) -> None:
         """Until the coordinator counts all of these nodes as live. Raises ProcessFailed."""
@@ -177,10 +186,18 @@ class LocalCluster:
         return forced
 
     def stop(self) -> list[str]:
-        """Ends all processes and frees the directory; names of those that had to be killed."""
+        """Ends all processes and frees the directory; names of those that had to be killed.
+
+        Interrupted, it kills all of them. Either way no half-written file is left.
+        """
         try:
             return self.stop_processes()
+        except KeyboardInterrupt:  # a second one means: now
+            self.kill_all()
+            raise
         finally:
+            if self._lock_fd is not None:
+                self._sweep()
             self._unlock()
 
     def log_of(self, name: str) -> str:
@@ -210,6 +227,31 @@ class LocalCluster:
             *("--ready-file", str(self.nodes[node_id].ready_file)),
             *options.node_arguments,
         ]
+
+    def _sweep(self) -> None:
+        """Half-written files of processes that were killed. Ours alone: nobody runs here, and we hold the lock."""
+        if any(process.is_running for process in self.processes):
+            return
+        for folder in (self.directory / "store", self.directory / "run"):
+            for path in folder.rglob("*.tmp"):
+                if path.is_file() and not path.is_symlink():
+                    path.unlink(missing_ok=True)
+
+    def _check_port(self) -> None:
+        """Raises PortUnusable in the words of `up`: the coordinator would speak of an option that it alone has."""
+        if self._port == 0:
+            return
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server: old connections do not count
+            try:
+                probe.bind(("127.0.0.1", self._port))
+                probe.listen(1)
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+                raise PortUnusable(
+                    f"Cannot listen on {self.address} ({reason}); choose another --port, 0 for any free one, "
+                    "or stop what uses it."
+                ) from error
 
     def _lock(self) -> None:
         """One cluster per directory: two would share a registry. The kernel frees the lock when this process ends."""

@@ -9,7 +9,7 @@ class DrillError(Exception):
     """Base; str(error) is one sentence for a person."""
 
     code: ClassVar[str] = "drill_error"
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1  # of the class; of the instance where a process of ours ended with its own
 
 
 class ProcessFailed(DrillError):
@@ -24,10 +24,26 @@ class DirectoryBusy(DrillError):
     code = "directory_busy"
 
 
+class PortUnusable(DrillError):
+    """The coordinator's port is taken, or not ours to take."""
+
+    code = "port_unusable"
+
+
 class ModelUnavailable(DrillError):
     """The model could not be fetched."""
 
     code = "model_unavailable"
+
+
+class ModelUnusable(DrillError):
+    """What was named is there, or is a path, and is not a model."""
+
+    code = "model_unusable"
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class DrillImpossible(DrillError):

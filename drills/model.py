@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Final
 
-from kvferry.drills.errors import ModelUnavailable
+from kvferry.drills.errors import ModelUnavailable, ModelUnusable
 
 DEFAULT_MODEL: Final = "smollm2-135m"
 
@@ -16,15 +18,21 @@ FETCH_S: Final = 600.0
 
 
 def ensure_model(model: str) -> None:
-    """Fetches a named model that is not in the cache yet; a path is left alone. Raises ModelUnavailable.
+    """Fetches a named model that is not in the cache yet; a path is only looked at.
 
-    Through the command line, since drills know nothing of the engine.
+    Raises ModelUnusable in the words (and with the exit code) of `kvferry models inspect` for a path that is no model,
+    ModelUnavailable when a name could not be fetched. Through the command line, since drills know
+    nothing of the engine.
     """
     listed = _kvferry("models", "list", "--json")
     if listed.returncode == 0 and model in {entry["name"] for entry in json.loads(listed.stdout)}:
         return
-    if _kvferry("models", "inspect", model).returncode == 0:
+    inspected = _kvferry("models", "inspect", "--", model)
+    if inspected.returncode == 0:
         return
+    if is_path(model):
+        said = inspected.stderr.strip().splitlines() or [f"{model} cannot be read as a model"]
+        raise ModelUnusable(said[-1].removeprefix("error: ").removeprefix("Error: "), inspected.returncode)
     fetched = subprocess.run(
         [sys.executable, "-m", "kvferry.client.cli", "models", "fetch", model],
         stdout=subprocess.DEVNULL,
@@ -34,6 +42,12 @@ def ensure_model(model: str) -> None:
     )
     if fetched.returncode != 0:
         raise ModelUnavailable(f"The model {model} could not be fetched; see above.")
+
+
+def is_path(model: str) -> bool:
+    """Whether a person means a file or a folder: it is there, or it is spelt like one. Nothing is fetched for those."""
+    spelt_like_one = model.startswith(("/", "./", "../", "~")) or model.endswith((".gguf", "/")) or model in {"", "."}
+    return spelt_like_one or os.path.lexists(Path(model))
 
 
 def _kvferry(*arguments: str) -> subprocess.CompletedProcess[str]:

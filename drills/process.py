@@ -25,6 +25,9 @@ KILL_S: Final = 10.0
 
 POLL_S: Final = 0.02
 
+LOG_BYTES_MAX: Final = 1 << 20
+"""How much of a log is read to find out why its process ended."""
+
 
 @dataclass
 class ManagedProcess:
@@ -60,6 +63,7 @@ class ManagedProcess:
         """Starts it in a session (and process group) of its own: a Ctrl-C in the terminal reaches only us."""
         if self.is_running:
             raise ProcessFailed(f"{self.name} is already running.")
+        self.wait_gone(0)  # frees what its last run left
         self.ready_file.unlink(missing_ok=True)
         self._log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
         read_fd, write_fd = os.pipe()
@@ -89,17 +93,45 @@ class ManagedProcess:
                 ready: dict[str, Any] = json.loads(self.ready_file.read_text())
                 return ready
             if not self.is_running:
-                raise ProcessFailed(f"{self.name} did not start: {self.last_words()} (log: {self.log_file})")
+                raise self._did_not_start()
             time.sleep(POLL_S)
         raise ProcessFailed(f"{self.name} was not ready after {timeout_s:.0f} s (log: {self.log_file}).")
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether this run serves."""
+        return self.is_running and self.ready_file.exists()
+
+    def how_it_ended(self) -> str:
+        """ "was killed by SIGKILL", or how it ended by itself and the error it named, if any."""
+        code = self.return_code
+        if code is None:
+            return "has not ended"
+        if code < 0:
+            try:
+                return f"was killed by {signal.Signals(-code).name}"
+            except ValueError:  # a real-time signal has no name
+                return f"was killed by signal {-code}"
+        errors = [line.removeprefix("error: ") for line in self._lines() if line.startswith("error: ")]
+        how = "ended by itself" if code == 0 else f"ended by itself with exit code {code}"
+        return f"{how} ({errors[-1].strip().rstrip('.')})" if errors else how
+
     def last_words(self) -> str:
         """The last error sentence of this run, else its last line, else how it ended."""
-        with self.log_file.open("rb") as log:
-            log.seek(self._log_start)
-            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = self._lines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return (errors or lines or [f"it ended with code {self.return_code} and said nothing"])[-1].strip()
+        return (errors or lines or [f"it {self.how_it_ended()} and said nothing"])[-1].strip()
+
+    def _lines(self) -> list[str]:
+        """What this run logged; the end of it, should it be very long."""
+        with self.log_file.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - LOG_BYTES_MAX))
+            return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+
+    def _did_not_start(self) -> ProcessFailed:
+        error = ProcessFailed(f"{self.name} did not start: {self.last_words()} (log: {self.log_file})")
+        error.exit_code = max(1, self.return_code or 1)  # as the command itself would have ended
+        return error
 
     def signal(self, number: signal.Signals) -> None:
         """To this process only. Raises ProcessFailed when it does not run."""

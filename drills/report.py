@@ -32,11 +32,12 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         console.print(f"  {finding.sentence}", style="red", markup=False)
     if len(verdict.findings) > 20:
         console.print(f"  and {len(verdict.findings) - 20} more", style="red")
-    counts = ", ".join(f"tokens {word} {verdict.count(fault)}" for word, fault in _FAULTS)
+    counts = ", ".join(f"{word} {verdict.count(fault)}" for word, fault in _FAULTS)
     compared = f"{verdict.n_tokens_compared} tokens in {verdict.n_turns} turns compared with the undisturbed run"
     style = "bold green" if verdict.is_good else "bold red"
     word = "kept" if verdict.is_good else "BROKEN"
-    console.print(f"verdict: {counts} ({compared}): {word}", style=style, highlight=False)
+    console.print(f"{compared}: {word}", style=style, highlight=False)
+    console.print(f"tokens {counts}", style=style, highlight=False, soft_wrap=True)  # one line, whatever the width
 
 
 def as_json(result: DemoResult) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -50,14 +51,24 @@ def test_the_report_tells_who_served_where_it_was_killed_and_the_verdict():
     assert "n2 goes on from token 2" in text
     assert "9: 4 resident, 3 restored, 2 computed" in text
     assert "w4 w5" in text
-    assert "tokens lost 0, tokens duplicated 0, tokens differing 0" in text
-    assert text.rstrip().endswith("kept")
+    assert "tokens lost 0, duplicated 0, differing 0" in text
+    assert ": kept\n" in text
+
+
+@pytest.mark.parametrize("width", [20, 60, 110])
+def test_the_last_line_is_the_one_of_the_readme_however_narrow_the_terminal(width):
+    out = io.StringIO()
+    print_report(result([4, 5, 6, 7]), Console(file=out, width=width, no_color=True))
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    last = out.getvalue().splitlines()[-1]
+    assert last == "tokens lost 0, duplicated 0, differing 0"
+    assert f"`{last}`" in readme
 
 
 def test_a_broken_promise_is_said_with_its_place():
     text = printed(result([4, 5, 9, 7]))
     assert "turn 2: token 2 is 9, the control has 6" in text
-    assert "tokens differing 1" in text
+    assert "tokens lost 0, duplicated 0, differing 1" in text
     assert "BROKEN" in text
 
 

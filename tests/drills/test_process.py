@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from kvferry.drills.cluster import ClusterOptions, LocalCluster
-from kvferry.drills.errors import DirectoryBusy, ProcessFailed
+from kvferry.drills.errors import DirectoryBusy, PortUnusable, ProcessFailed
 from kvferry.drills.process import ManagedProcess
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(60)"
@@ -28,7 +29,9 @@ def managed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Managed
     stand_in.write_text(
         "import kvferry.client.cli as cli, json, os, sys\n"
         "def main(arguments):\n"
-        "    def ready(): open(arguments[1], 'w').write(json.dumps({'pid': os.getpid()}))\n"
+        "    def ready():\n"
+        "        with open(arguments[1] + '.new', 'w') as file: json.dump({'pid': os.getpid()}, file)\n"
+        "        os.rename(arguments[1] + '.new', arguments[1])  # as the real ones do\n"
         "    exec(arguments[0], {'ready': ready})\n"
         "cli.main = main\n"
     )
@@ -118,3 +121,67 @@ def test_a_directory_that_is_a_file_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DirectoryBusy, match=r"Cannot use .*file.*not a directory"):
         LocalCluster(ClusterOptions(model="m", directory=tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 3)", "was killed by signal 37"),
+        ("print('INFO all is well')", "ended by itself"),
+        (
+            "import sys; print('error: The disk is full.'); print('INFO bye'); sys.exit(3)",
+            "ended by itself with exit code 3 (The disk is full)",
+        ),
+    ],
+)
+def test_how_it_ended_is_told_without_guessing(managed, code, said):
+    managed.arguments[0] = code
+    managed.start()
+    assert managed.wait_gone(20)
+    assert managed.how_it_ended() == said
+
+
+def test_its_exit_code_is_passed_on(managed):
+    managed.arguments[0] = "import sys; print('error: No such model.'); sys.exit(4)"
+    managed.start()
+    with pytest.raises(ProcessFailed) as caught:
+        managed.wait_ready(20)
+    assert caught.value.exit_code == 4
+
+
+def test_starting_again_leaves_no_file_open(managed):
+    n_open = psutil.Process().num_fds()
+    for _ in range(3):
+        managed.start()
+        os.kill(managed.pid, signal.SIGKILL)
+        while managed.is_running:
+            time.sleep(0.01)
+    managed.wait_gone(10)
+    assert psutil.Process().num_fds() == n_open
+
+
+def test_a_port_that_is_taken_is_told_in_words_of_up(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortUnusable, match=rf"127\.0\.0\.1:{port} \(address already in use\).*--port"):
+            LocalCluster(ClusterOptions(model="m", directory=tmp_path, port=port)).start()
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_half_written_files_go_when_the_cluster_stops(tmp_path, monkeypatch, interrupted):
+    cluster = LocalCluster(ClusterOptions(model="m", directory=tmp_path))
+    cluster._lock()
+    store = tmp_path / "store" / "f"
+    store.mkdir()
+    for folder, name in ((store, "kv_0.kv.node-1.0.9.tmp"), (tmp_path / "run", "node-1.ready.7.tmp"), (store, "a.kv")):
+        (folder / name).touch()
+    if interrupted:
+        monkeypatch.setattr(cluster, "stop_processes", lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            cluster.stop()
+    else:
+        cluster.stop()
+    assert [path.name for path in tmp_path.rglob("*") if path.suffix in {".tmp", ".kv"}] == ["a.kv"]

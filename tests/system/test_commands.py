@@ -72,6 +72,27 @@ def test_up_leaves_no_process_behind(up, number):
     assert_gone(children)
 
 
+@pytest.mark.parametrize("which", ["coordinator", "node-1"])
+def test_up_starts_again_what_was_killed(up, which):
+    process, address = up()
+    command = "coordinator" if which == "coordinator" else "node"
+    victim = next(child for child in family(process) if command in child.cmdline())
+    victim.kill()
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"{which} was killed by SIGKILL; starting it again in 1 s\n"
+    again = re.fullmatch(rf"{which} serves again, pid (\d+)\n", process.stdout.readline())
+    assert again is not None
+    assert int(again.group(1)) != victim.pid
+    said = subprocess.run(
+        [*KVFERRY, "chat", "--coordinator", address, "-m", "Say hello.", "--max-tokens", "4"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "4 tokens" in said.stderr
+
+
 def test_chat_from_a_pipe_and_its_sessions_after_the_next_up(up):
     process, address = up()
     lines = "My name is Ada.\nWhat is the capital of France?\n"
@@ -199,7 +220,7 @@ def test_the_demo_keeps_its_promise_and_says_so(model, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tokens lost 0, tokens duplicated 0, tokens differing 0" in " ".join(done.stdout.split())
+    assert "tokens lost 0, duplicated 0, differing 0" in " ".join(done.stdout.split())
     verdict = json.loads(report.read_text())["verdict"]
     assert (verdict["good"], verdict["n_turns"], verdict["lost"]) == (True, 3, 0)
     assert verdict["n_tokens_compared"] > 150
