@@ -118,7 +118,9 @@ class IoThreads:
         self._deliver = deliver
         self._stall_seconds = stall_seconds
         self._store: SnapshotStore | None = None
+        self._is_starting = True
         self._fatal: StoreError | None = None
+        self._passing: list[StoreError] = []  # what stood in the way of opening, and may pass
         self._read_error = NOT_OPEN
         self._write_error = NOT_OPEN
         self._is_full = False  # what only a save that fits can disprove
@@ -145,9 +147,12 @@ class IoThreads:
             lane.start()
         for lane in (self._writes, self._reads):
             lane.opened.wait(max(deadline - time.monotonic(), 0.0))
+        self._is_starting = False
         if self._fatal is not None:
             self.close(0.0)
             raise self._fatal
+        for error in self._passing:
+            log.warning("serving without the store: %s", error)
 
     def close(self, timeout: float) -> bool:
         """Let the running requests end; False when they did not within `timeout` seconds."""
@@ -230,11 +235,14 @@ class IoThreads:
 
     def _cannot_open(self, error: StoreError) -> None:
         """Before the node serves, what a person has to act on stops the start; all else is served without."""
-        is_open = self._writes.opened.is_set() and self._reads.opened.is_set()
-        if not is_open and error.recovery in {"page_operator", "refuse"}:
-            self._fatal = error
-        elif not is_open:
+        if self._writes.opened.is_set() and self._reads.opened.is_set():
+            return
+        if not self._is_starting:  # it took too long: we serve already
             log.warning("serving without the store: %s", error)
+        elif error.recovery in {"page_operator", "refuse"}:
+            self._fatal = error
+        else:
+            self._passing.append(error)  # told once it is known that nothing worse stands in the way
 
     # Restores.
 

@@ -25,6 +25,7 @@ from kvferry.node.errors import StoreMisconfigured
 from kvferry.node.io_threads import IoThreads
 from kvferry.node.ports import CoreLimits
 from kvferry.node.state import Identity, Serving
+from kvferry.node.store_path import check_store_path
 from kvferry.proto.v1 import common_pb2
 from kvferry.store.errors import StoreError
 from kvferry.store.geometry import KvGeometry
@@ -43,6 +44,8 @@ def load_serving(
     """Everything but starting the engine thread. Raises EngineError (SelfTestFailed where the bits are wrong),
     StoreMisconfigured."""
     path = resolve_model(config.model)
+    if config.store is not None:
+        check_store_path(config.store, config.store_stall_seconds)
     options = EngineOptions(
         n_threads=config.n_threads,
         kv_bytes=int(config.kv_memory),
