@@ -259,6 +259,8 @@ class TurnRunner:
                 try:
                     return await call()
                 except RegistryUnavailable as e:
+                    if self.obstacle != str(e):  # not once for every attempt
+                        logger.warning("%r waits for its record, trying on: %s", self.turn, e)
                     self._stuck(str(e))
                     raise
         raise AssertionError("endless retries ended")

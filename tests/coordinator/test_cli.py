@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from click.testing import CliRunner
 from cluster_kit import Processes
 
+from kvferry.coordinator.cli import coordinator
 from kvferry.coordinator.config import CoordinatorSettings
 from kvferry.coordinator.errors import CannotStart, InvalidSettings, StateInUse, StatePathInvalid
 from kvferry.coordinator.state_directory import StateDirectory
@@ -99,6 +102,14 @@ def test_a_state_folder_on_a_network_file_system_is_refused(tmp_path: Path, monk
     monkeypatch.setattr(psutil, "disk_partitions", lambda **_: [share])
     with pytest.raises(StatePathInvalid, match="nfs4"):
         StateDirectory(tmp_path / "s").acquire()
+
+
+def test_the_log_has_no_lines_of_the_library_that_retries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    retries = logging.getLogger("stamina")
+    monkeypatch.setattr(retries, "level", logging.NOTSET)
+    CliRunner().invoke(coordinator, ["run", "--state", str(tmp_path)])  # ends for want of a model
+    retries._cache.clear()  # type: ignore[attr-defined]  # a logger remembers what it was asked
+    assert not retries.isEnabledFor(logging.WARNING)  # the level of stamina.retry_scheduled
 
 
 # Settings.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 from cluster_kit import Cluster, all_of, ids_of, resume_until_served, take_tokens, until
@@ -88,3 +89,29 @@ async def answered(client: object, session: str) -> bool:
     """The turn runs again."""
     turns = (await client.get(session)).turns
     return turns[0].state == chat_pb2.TURN_STATE_RUNNING
+
+
+async def test_a_registry_that_fails_for_a_while_is_told_once_with_its_cause(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cluster.worker("a", Script())
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    real = SqliteRegistry.finish_turn
+    n_left = 4
+
+    async def fails_at_first(self: SqliteRegistry, *arguments: object) -> None:
+        nonlocal n_left
+        n_left -= 1
+        if n_left >= 0:
+            raise RegistryUnavailable("the registry failed: disk I/O error")
+        await real(self, *arguments)
+
+    monkeypatch.setattr(SqliteRegistry, "finish_turn", fails_at_first)
+    caplog.set_level(logging.WARNING, logger="kvferry")
+    assert len(ids_of(await all_of(client.generate(session, turn_id="t")))) == 8
+    assert n_left < 0
+    told = [record.getMessage() for record in caplog.records if "disk I/O error" in record.getMessage()]
+    assert len(told) == 1
+    assert "trying on: the registry failed: disk I/O error" in told[0]
