@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -176,6 +177,21 @@ async def crowd(chat: Any, name: str, n_tokens: int) -> int:
     return (await spans_of(await through(chat, name, n_tokens, 0), lambda m: int(m.event.HasField("token"))))[2]
 
 
+def commit_ms(folder: Path) -> float:
+    """Median of a commit to the disk that the coordinator writes to; a turn's first token waits for two."""
+    database = sqlite3.connect(folder / "probe.sqlite3", isolation_level=None)
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = FULL")
+    database.execute("CREATE TABLE t (x)")
+    spans = []
+    for number in range(40):
+        began = time.perf_counter()
+        database.execute("INSERT INTO t VALUES (?)", (number,))
+        spans.append((time.perf_counter() - began) * 1e3)
+    database.close()
+    return statistics.median(spans)
+
+
 @contextlib.contextmanager
 def processes(folder: Path) -> Any:
     """A coordinator and an echo worker; yields their addresses and the coordinator's pid."""
@@ -245,6 +261,9 @@ def main(streams: int, idle_sessions: int, serve: tuple[str, str] | None) -> Non
         asyncio.run(serve_worker(serve[0], Path(serve[1])))
         return
     with tempfile.TemporaryDirectory() as folder, processes(Path(folder)) as (coordinator, worker, pid):
+        click.echo(
+            f"a commit to this disk takes {commit_ms(Path(folder)):.2f} ms; a turn makes two before its first token"
+        )
         asyncio.run(measure(coordinator, worker, pid, streams, idle_sessions))
 
 
