@@ -19,6 +19,7 @@ from kvferry.node.messages import StopAllRuns
 from kvferry.node.state import NodeState, Serving
 from kvferry.node.wire import resident_messages, snapshot_message
 from kvferry.proto.channel import channel_options
+from kvferry.proto.status import CODE_KEY
 from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ RETRY_SECONDS: Final = (0.1, 0.2, 0.5, 1.0)
 """Pauses between attempts to reach the coordinator, the last one for ever: a rebooted one is found within a second."""
 
 DEREGISTER_TIMEOUT_SECONDS: Final = 1.0
+
+AWAY: Final = "is not there, trying on: "
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class Membership:
         self._terms: _Terms | None = None  # None: not registered
         self._beat_now = asyncio.Event()
         self._n_failures = 0
+        self._told = ""
 
     async def run(self) -> None:
         """Reach the coordinator, stay with it, and start over with a fresh connection when that ends."""
@@ -89,13 +93,16 @@ class Membership:
                     await self._register(stub)
                 else:
                     await self._heartbeat(stub, self._terms)
-                self._n_failures = 0
+                self._n_failures, self._told = 0, ""
                 await self._pause()
         except (grpc.aio.AioRpcError, StaleCoordinator) as error:
             self._n_failures += 1
-            if self._n_failures == 1:  # not once a second for as long as a coordinator is away
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-                log.warning("the coordinator at %s is not there, trying on: %s", self._coordinator, reason)
+            what, why = _trouble(error)
+            # Not once a second for as long as it lasts; gRPC has many words for a coordinator that is away.
+            trouble = what if what == AWAY else f"{what}{why}"
+            if trouble != self._told:
+                self._told = trouble
+                log.warning("the coordinator at %s %s%s", self._coordinator, what, why)
 
     async def _pause(self) -> None:
         seconds = self._terms.heartbeat_seconds if self._terms else 0.0
@@ -167,6 +174,17 @@ class Membership:
                 log.warning("the lease ended: running turns are stopped")
                 self._state.ready().engine.send(StopAllRuns(error))
             await asyncio.sleep(_until(fence.lease_ends_at, now))
+
+
+def _trouble(error: grpc.aio.AioRpcError | StaleCoordinator) -> tuple[str, str]:
+    """What the coordinator does instead of having us, and why: it is away, it refuses us, or we refuse it."""
+    if isinstance(error, StaleCoordinator):
+        return "is not obeyed, trying on: ", str(error)
+    if CODE_KEY in dict(error.trailing_metadata() or ()):
+        return "refuses this node, trying on: ", error.details() or "without a reason"
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return "is none, trying on: ", "something else serves there"
+    return AWAY, error.details() or error.code().name
 
 
 def _until(ends_at: float | None, now: float) -> float:

@@ -10,17 +10,20 @@ from typing import Any
 import grpc
 
 from kvferry.proto.channel import server_options
+from kvferry.proto.status import trailing_metadata
 from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
 
 
 class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
-    """Records what nodes say. `silent` lets heartbeats time out; `forget` asks a node to register again."""
+    """Records what nodes say. `silent` lets heartbeats time out; `forget` asks a node to register again;
+    `refusal` is said to whoever wants to register."""
 
     def __init__(self, lease_seconds: float = 1.0, generation: int = 1, port: int = 0) -> None:
         self.lease_seconds = lease_seconds
         self.generation = generation
         self.silent = False
         self.forget = False
+        self.refusal = ""
         self.registered: list[fleet_pb2.RegisterRequest] = []
         self.heartbeats: list[fleet_pb2.HeartbeatRequest] = []
         self.deregistered: list[fleet_pb2.DeregisterRequest] = []
@@ -45,7 +48,10 @@ class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
             assert self._changed.wait_for(lambda: eval(condition, vars(self)), seconds), condition  # noqa: S307
 
     def Register(self, request: fleet_pb2.RegisterRequest, context: Any) -> fleet_pb2.RegisterResponse:  # noqa: N802 - the wire
-        """Let everybody in."""
+        """Let everybody in, unless told why not."""
+        if self.refusal:
+            context.set_trailing_metadata(trailing_metadata("node_id_taken"))
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
         self._note(self.registered, request)
         self.forget = False
         return fleet_pb2.RegisterResponse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,31 @@ def test_a_node_joins_again_when_it_is_asked_to(coordinator: StandInCoordinator,
     coordinator.forget = True
     coordinator.wait_for(f"len(registered) == {n_before + 1}")
     assert coordinator.registered[0].boot_id == coordinator.registered[-1].boot_id
+
+
+def test_a_node_that_is_refused_says_so_once_and_why_and_not_that_nobody_is_there(
+    coordinator: StandInCoordinator, member: RunningNode
+) -> None:
+    before, n_before = member.log, len(coordinator.registered)
+    coordinator.refusal = "node id x is used by a process that started later: give each node its own --node-id"
+    coordinator.forget = True
+    deadline = time.monotonic() + 20
+    while coordinator.refusal not in member.log:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.0)  # it tries again meanwhile
+    told = member.log.removeprefix(before)
+    assert told.count("trying on") == 1
+    assert f"refuses this node, trying on: {coordinator.refusal}" in told
+    coordinator.refusal = ""
+    coordinator.wait_for(f"len(registered) == {n_before + 1}")
+    coordinator.refusal = "another reason"  # told again after it was in between
+    coordinator.forget = True
+    while "another reason" not in member.log:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    coordinator.refusal = ""
+    coordinator.wait_for(f"len(registered) == {n_before + 2}")
 
 
 def test_a_node_serves_before_its_coordinator_is_there_and_finds_it(
