@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
+import traceback
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import Final
+from typing import Final, TextIO
 
 import click
 
@@ -73,23 +73,63 @@ def main(arguments: list[str] | None = None) -> None:
 
     An error of ours becomes one sentence; anything else is a bug and keeps its traceback.
     """
-    logging.getLogger("stamina").addHandler(logging.NullHandler())  # commands tell of retries in their own words
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of its C++ lines reaches us as errors
     try:
         result = kvferry.main(args=arguments, prog_name="kvferry", standalone_mode=False)
+        _flush_output()
     except click.exceptions.Abort:
         sys.exit(EXIT_INTERRUPTED)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+        _discard(sys.stdout)
         sys.exit(0)
     except Exception as error:
-        if not _is_ours(error):
+        sentence = str(error) if _is_ours(error) else _output_complaint(error)
+        if sentence is None:
             raise
-        click.echo(f"error: {error}", err=True)
+        try:
+            click.echo(f"error: {sentence}", err=True)
+        except OSError:  # stderr may be just as full
+            _discard(sys.stderr)
         sys.exit(getattr(error, "exit_code", 1))
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _flush_output() -> None:
+    """Now rather than when Python ends, which would print a complaint of its own."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _discard(stream: TextIO | None) -> None:
+    """Else Python complains about what it cannot flush when it ends."""
+    if stream is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _output_complaint(error: Exception) -> str | None:
+    """A sentence if `error` came from writing to the standard output, else None."""
+    if not isinstance(error, OSError) or not (_is_output_still_failing() or _came_from_printing(error)):
+        return None
+    _discard(sys.stdout)
+    return f"cannot write to the standard output: {(error.strerror or str(error)).lower()}."
+
+
+def _is_output_still_failing() -> bool:
+    """What could not be written is still in the buffer, if there is one."""
+    try:
+        _flush_output()
+    except OSError:
+        return True
+    return False
+
+
+def _came_from_printing(error: OSError) -> bool:
+    """For an output without a buffer: click and rich do all our printing."""
+    modules = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return bool(modules & {"click.utils", "rich.console"})
 
 
 def _is_ours(error: Exception) -> bool:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import click
 
-from kvferry.client.commands.options import coordinator_option, json_option
+from kvferry.client.commands.options import coordinator_option, json_option, tell_outage
 from kvferry.client.commands.sessions import print_sessions
 from kvferry.client.commands.turn_view import JsonView, TextView, TurnView
-from kvferry.client.errors import BadRequest, SessionBusy, SessionExists, TurnFailed
+from kvferry.client.errors import (
+    BadRequest,
+    ClientError,
+    InvalidMessage,
+    SessionBusy,
+    TurnFailed,
+    Unavailable,
+    UnknownSession,
+)
 from kvferry.client.sdk import Client, Finished, FinishReason, Message, Sampling, Session, Turn
 
 HELP_TEXT = "/new starts another session, /sessions lists them, /quit (or Ctrl-D) ends. Ctrl-C stops an answer."
@@ -44,9 +53,11 @@ def chat(
     **sampling: Any,
 ) -> None:
     """Talk to the model. Each line is a message; the conversation goes on when its node or the coordinator dies."""
-    view: TurnView = JsonView() if as_json else TextView()
+    view: TurnView = JsonView() if as_json else TextView(patience)
+    if not texts and sys.stdin is None:
+        raise click.UsageError("The standard input is closed, so there is nothing to say; use --message TEXT.")
     interactive = not texts and sys.stdin.isatty()
-    with Client(coordinator, patience_s=patience) as client:
+    with Client(coordinator, patience_s=patience, on_outage=tell_outage) as client:
         conversation = Conversation(
             client,
             view,
@@ -63,7 +74,7 @@ def chat(
         elif interactive:
             conversation.talk(_typed_lines())
         else:
-            conversation.talk(line.rstrip("\n") for line in sys.stdin)
+            conversation.talk(_piped_lines(sys.stdin.buffer))
 
 
 class Conversation:
@@ -88,25 +99,32 @@ class Conversation:
         self._stop = stop
         self._sampling = sampling
         self._session: Session | None = None
+        self._wanted_id: str | None = None
         self._is_new = True
 
     def open(self, session_id: str | None) -> None:
-        """Takes up a session that exists (finishing an answer it is in the middle of), or makes it."""
+        """Takes up a session that exists, finishing an answer it is in the middle of.
+
+        A new one is made with its first message: nobody who says nothing, or is refused, leaves an empty one behind.
+        """
         self._is_new = True
-        try:
-            self._session = self._client.create_session(session_id)
-        except SessionExists:
-            if session_id is None:
-                raise
-            self._session = self._client.session(session_id)
-            details = self._session.details()
-            self._is_new = not details.turns
-            self._view.note(f"session {session_id} goes on after {len(details.turns)} turns")
-            if details.session.open_turn_id:
-                self._view.note("its last answer was not finished yet:")
-                self._show(self._session, self._session.resume(details.session.open_turn_id))
+        self._session = None
+        self._wanted_id = session_id
+        if session_id is None:
+            if self._interactive:
+                self._client.list_sessions(limit=1)  # whether anybody is there is better known before typing
             return
-        self._view.note(f"session {self._session.id}")
+        session = self._client.session(session_id)
+        try:
+            details = session.details()
+        except UnknownSession:
+            return
+        self._session = session
+        self._is_new = not details.turns
+        self._view.note(f"session {session_id} goes on after {len(details.turns)} turns")
+        if details.session.open_turn_id:
+            self._view.note("its last answer was not finished yet:")
+            self._show(session, session.resume(details.session.open_turn_id))
 
     def talk(self, lines: Iterator[str]) -> None:
         """Until the lines end or /quit. A person whose message is refused may try another; a script ends there."""
@@ -125,13 +143,32 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """One turn."""
-        assert self._session is not None  # noqa: S101 - for mypy; open() came first
         messages = [Message("user", text)]
         if self._is_new and self._system:
             messages.insert(0, Message("system", self._system))
-        turn = self._session.generate(messages, sampling=self._sampling, max_tokens=self._max_tokens, stop=self._stop)
-        self._show(self._session, turn)
-        self._is_new = False
+        session = self._session
+        is_ours = session is None  # then it goes again if its first turn is refused
+        if session is None:
+            self._generate(self._client.session(""), messages)  # what no message can carry is refused before anything
+            session = self._client.create_session(self._wanted_id)
+            self._view.note(f"session {session.id}")
+        try:
+            self._show(session, self._generate(session, messages))
+        except Unavailable:
+            self._session = session  # it may have begun, and goes on when the coordinator is back
+            raise
+        except TurnFailed:
+            self._session, self._is_new = session, False
+            raise
+        except ClientError:
+            if is_ours:
+                with suppress(ClientError):
+                    session.delete()
+            raise
+        self._session, self._is_new = session, False
+
+    def _generate(self, session: Session, messages: list[Message]) -> Turn:
+        return session.generate(messages, sampling=self._sampling, max_tokens=self._max_tokens, stop=self._stop)
 
     def _obey(self, line: str) -> bool:
         match line:
@@ -170,12 +207,27 @@ class Conversation:
         raise AssertionError("a stream ends with Finished or raises")
 
 
+def _piped_lines(raw: Iterable[bytes]) -> Iterator[str]:
+    """UTF-8, whatever the locale says. Raises InvalidMessage, which names the line."""
+    for number, line in enumerate(raw, start=1):
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            where = f"byte {error.start + 1} is 0x{line[error.start]:02x}"
+            raise InvalidMessage(f"Line {number} of the standard input is not UTF-8: {where}.") from None
+        yield text.rstrip("\r\n")
+
+
 def _typed_lines() -> Iterator[str]:
     import readline  # noqa: F401 - gives input() editing and history; only a terminal needs it
 
     while True:
         try:
-            yield input("> ")
+            line = input("> ")
         except EOFError:
             click.echo()
             return
+        except UnicodeDecodeError:
+            click.echo("That was not UTF-8; say it again.", err=True)
+            continue
+        yield line

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.client.errors import ClientError
 from kvferry.client.sdk.aio import DEFAULT_ADDRESS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -57,6 +58,11 @@ def print_table(columns: list[str], rows: list[list[str]], empty: str) -> None:
     if not console.is_terminal:
         console.width = 200  # a pipe has no width; never cut what a program may read
     console.print(table)
+
+
+def tell_outage(error: ClientError, patience_s: float) -> None:
+    """The SDK's hook: a person who waits is told at once for what, and how long."""
+    click.secho(f"[{str(error).rstrip('.')}; trying on for {patience_s:g} s]", dim=True, err=True)
 
 
 def bytes_text(n_bytes: int) -> str:

@@ -54,7 +54,8 @@ class JsonView:
 class TextView:
     """For people. Remarks are dimmed and never mix with the answer on stdout."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
         self._in_line = False
         self._is_away = False
         self._placed: Placed | None = None
@@ -76,7 +77,7 @@ class TextView:
                 )
             case ConnectionLost() if not self._is_away:
                 self._is_away = True
-                self.note(f"{event.cause}; asking again from token {event.n_tokens} on")
+                self.note(f"{event.cause}; asking again from token {event.n_tokens} on, for {self._patience_s:g} s")
             case Finished():
                 self._write(event.tail_text)
                 self.note(self._summary(event))

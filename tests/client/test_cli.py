@@ -14,19 +14,21 @@ from kvferry.client.cli import SHORT_HELP
 from .scripted_coordinator import Refuse, ScriptedCoordinator, finished, node_lost, placed, started, tokens
 
 
-async def kvferry(*arguments: str, stdin: str | None = None, **env: str) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
+async def kvferry(
+    *arguments: str | bytes, stdin: str | bytes = b"", redirect: str = "", **env: str
+) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr; `redirect` is for a shell."""
+    command: list[str | bytes] = [sys.executable, "-m", "kvferry.client.cli", *arguments]
+    if redirect:
+        command = ["sh", "-c", f'"$@"{redirect}', "sh", *command]
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvferry.client.cli",
-        *arguments,
+        *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | env,
     )
-    out, err = await asyncio.wait_for(process.communicate((stdin or "").encode()), 30)
+    out, err = await asyncio.wait_for(process.communicate(stdin.encode() if isinstance(stdin, str) else stdin), 30)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
@@ -91,8 +93,101 @@ async def test_chat_passes_sampling_on_and_shows_a_refusal_as_one_sentence(coord
     coordinator.scripts = [[Refuse("invalid_sampling")]]
     code, out, err = await kvferry("chat", "-m", "hello", "--temperature", "-1", "--seed", "7", "--stop", "END", **env)
     assert (code, out, err.splitlines()[-1]) == (1, "", "error: Refused with invalid_sampling.")
-    request = coordinator.calls[-1]
+    request = next(call for call in coordinator.calls if type(call).__name__ == "GenerateRequest")
     assert (request.sampling.temperature, request.sampling.seed, list(request.stop)) == (-1, 7, ["END"])
+
+
+@pytest.mark.parametrize("name", [[], ["--session", "mine"]])
+@pytest.mark.parametrize("code", ["invalid_sampling", "prompt_too_long", "empty_prompt", "invalid_message"])
+async def test_a_chat_whose_first_turn_is_refused_leaves_no_session(coordinator, env, name, code):
+    coordinator.scripts = [[Refuse(code)]]
+    assert (await kvferry("chat", "-m", "hello", *name, **env))[0] == 1
+    assert coordinator.sessions == {}
+
+
+async def test_a_session_that_was_there_stays_when_its_turn_is_refused(coordinator, env):
+    coordinator.echo_turn_id = True
+    coordinator.scripts = [[started(), finished(0)], [Refuse("prompt_too_long")]]
+    for expected in (0, 1):
+        assert (await kvferry("chat", "-m", "hello", "--session", "mine", **env))[0] == expected
+    assert list(coordinator.sessions) == ["mine"]
+
+
+@pytest.mark.parametrize("stdin", [b"", b"\n \n", b"/quit\n", b"caf\xe9\n"])
+async def test_a_chat_that_says_nothing_leaves_no_session(coordinator, env, stdin):
+    await kvferry("chat", stdin=stdin, **env)
+    assert coordinator.sessions == {}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--top-k", str(10**11)],
+        ["--seed", str(2**64)],
+        ["--seed", "-1"],
+        ["--max-tokens", str(10**11)],
+    ],
+)
+async def test_a_number_that_is_too_large_names_field_and_bounds_and_leaves_no_session(coordinator, env, flags):
+    code, _, err = await kvferry("chat", "-m", "hello", *flags, **env)
+    field = flags[0].removeprefix("--").replace("-", "_")
+    assert (code, err.startswith(f"error: {field} cannot be {flags[1]}: it is a whole number from 0 to ")) == (1, True)
+    assert coordinator.sessions == {}
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8", "POSIX"])
+@pytest.mark.parametrize("utf8_mode", ["0", "1"])
+async def test_input_that_is_not_utf8_is_one_sentence(coordinator, env, locale, utf8_mode):
+    coordinator.scripts = [[started(), finished(0)]]
+    coordinator.echo_turn_id = True
+    code, _, err = await kvferry("chat", stdin=b"fine\ncaf\xe9 au lait\n", **env, LC_ALL=locale, PYTHONUTF8=utf8_mode)
+    sentence = "error: Line 2 of the standard input is not UTF-8: byte 4 is 0xe9."
+    assert (code, err.splitlines()[-1]) == (1, sentence)
+
+
+@pytest.mark.parametrize("flag", ["-m", "--system", "--session", "--stop"])
+async def test_an_argument_that_is_not_utf8_is_one_sentence(coordinator, env, flag):
+    code, _, err = await kvferry("chat", flag, b"caf\xe9", "-m", "hello", **env)
+    assert (code, err.count("error: "), "is not valid Unicode" in err) == (1, 1, True), err
+    assert "Traceback" not in err
+
+
+async def test_a_closed_input_is_a_usage_error(env):
+    code, _, err = await kvferry("chat", redirect=" <&-", **env)
+    assert (code, "The standard input is closed" in err) == (2, True), err
+
+
+@pytest.mark.parametrize("command", [["chat", "-m", "hello"], ["nodes"], ["status", "--json"], ["--help"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("target", "code"), [(">/dev/full", 1), (">/dev/full 2>&1", 1), (">&-", 0)])
+async def test_an_output_that_cannot_be_written_is_one_sentence(coordinator, env, command, target, code, unbuffered):
+    coordinator.echo_turn_id = True
+    coordinator.scripts = [[started(), *tokens(0, 2), finished(2)]]
+    ended, out, err = await kvferry(*command, redirect=f" {target}", **env, PYTHONUNBUFFERED=unbuffered)
+    assert (ended, out, "Traceback" in err) == (code, "", False), err
+    if target == ">/dev/full":
+        assert err.splitlines()[-1] == "error: cannot write to the standard output: no space left on device."
+
+
+async def test_waiting_for_a_coordinator_is_told_at_once():
+    code, _, err = await kvferry("chat", "-m", "hello", "--patience", "1", "--coordinator", "127.0.0.1:1")
+    sentence = "cannot reach the coordinator at 127.0.0.1:1 (connection refused); is it running?"
+    assert (code, err) == (1, f"[{sentence}; trying on for 1 s]\nerror: {sentence}\n")
+
+
+async def test_a_full_state_disk_is_told_at_once(coordinator, env):
+    coordinator.refusals = [Refuse("registry_unavailable", 10)]
+    coordinator.scripts = [[started(), finished(0)]]
+    coordinator.echo_turn_id = True
+    code, _, err = await kvferry("chat", "-m", "hello", **env)
+    assert (code, err.splitlines()[0]) == (0, "[Refused with registry_unavailable; trying on for 60 s]")
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:99999", "localhost"])
+@pytest.mark.parametrize("command", [["nodes"], ["chat", "-m", "x"], ["sessions", "list"], ["status"]])
+async def test_an_address_that_is_none_is_one_sentence(address, command):
+    code, _, err = await kvferry(*command, "--coordinator", address)
+    assert (code, err.startswith(f"error: The coordinator's address {address!r} "), err.count("\n")) == (1, True, 1)
 
 
 async def test_chat_goes_on_with_a_session_that_exists(coordinator, env):
