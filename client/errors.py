@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import grpc
 
+from kvferry.proto.channel import MAX_MESSAGE_BYTES
 from kvferry.proto.status import CODE_KEY, RETRY_AFTER_KEY
 
 
@@ -224,6 +225,9 @@ def map_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
         sentence = f"cannot reach the coordinator at {address} ({reason}); is it running?"
     elif code is None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         sentence = f"the coordinator at {address} did not answer in time"
+    elif code is None and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in sentence:
+        code = RequestTooLarge.code  # gRPC's own words, at either end
+        sentence = f"a message to or from {address} would have more than the {MAX_MESSAGE_BYTES >> 20} MiB it may have"
     elif code is None and error.code() is grpc.StatusCode.UNIMPLEMENTED:
         sentence = f"{address} is no kvferry coordinator, or an older one ({sentence})"
     cls = CLASS_OF.get(code or "") or _CLASS_OF_STATUS.get(error.code(), ServerFault)

@@ -39,7 +39,13 @@ HELP_TEXT = "/new starts another session, /sessions lists them, /quit (or Ctrl-D
 @click.option("--repetition-penalty", type=float, default=None, help="Above 1: repeat less.")
 @click.option("--seed", type=int, default=None, help="Same seed, same answer.")
 @click.option("--stop", multiple=True, help="End the answer before this text (may be repeated).")
-@click.option("--patience", type=float, default=60.0, show_default=True, help="Seconds to wait for the coordinator.")
+@click.option(
+    "--patience",
+    type=click.FloatRange(0, 86_400),
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait for the coordinator.",
+)
 @json_option
 def chat(
     coordinator: str,

@@ -18,6 +18,7 @@ from kvferry.client.errors import (
 from kvferry.client.sdk import AsyncClient, Client, Message
 from kvferry.client.sdk.retry import Outage, Patience
 from kvferry.proto.channel import MAX_MESSAGE_BYTES
+from kvferry.proto.v1 import chat_pb2
 
 from .scripted_coordinator import Refuse, ScriptedCoordinator, finished, started
 
@@ -85,6 +86,14 @@ async def test_zero_that_is_asked_for_is_not_the_default(coordinator: ScriptedCo
 def test_a_request_beyond_the_limit_names_it():
     with Client("127.0.0.1:1") as client, pytest.raises(RequestTooLarge, match=r"4,194,304 \(4 MiB\)"):
         client.session("s").generate("x" * (MAX_MESSAGE_BYTES + 1))
+
+
+async def test_an_answer_beyond_the_limit_names_it(coordinator: ScriptedCoordinator):
+    long_name = "x" * (MAX_MESSAGE_BYTES + 1)
+    coordinator.sessions["s"] = chat_pb2.Session(session_id="s", model=long_name)
+    async with AsyncClient(f"127.0.0.1:{coordinator.port}") as client:
+        with pytest.raises(RequestTooLarge, match="more than the 4 MiB"):
+            await client.session("s").details()
 
 
 @pytest.mark.parametrize(
