@@ -44,6 +44,7 @@ def run(config: Path | None, log_level: str, **options: Any) -> None:
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("stamina").setLevel(logging.ERROR)  # it tells each attempt and not why; we tell why, once
     settings = CoordinatorSettings.load(config, options)
+    settings.check_here()
     if settings.ready_file is not None:
         settings.ready_file.unlink(missing_ok=True)
     asyncio.run(run_coordinator(settings))

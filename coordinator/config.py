@@ -57,13 +57,6 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
         parse_address(value, to_listen=True)
         return value
 
-    @pydantic.field_validator("ready_file")
-    @classmethod
-    def _can_be_written(cls, value: Path | None) -> Path | None:
-        if value is not None and (problem := why_not_ready_file(value)) is not None:
-            raise ValueError(problem)
-        return value
-
     @classmethod
     def load(cls, toml_path: Path | None, command_line: dict[str, Any]) -> Self:
         """Raises InvalidSettings that names every problem at once."""
@@ -84,6 +77,11 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
             raise InvalidSettings(f"the coordinator's settings are not right: {problems}") from e
         except (ValueError, OSError) as e:  # not TOML, or not readable
             raise InvalidSettings(f"the settings file {toml_path} cannot be read: {e}") from e
+
+    def check_here(self) -> None:
+        """What only the machine that it is for can tell; raises InvalidSettings."""
+        if self.ready_file is not None and (problem := why_not_ready_file(self.ready_file)) is not None:
+            raise InvalidSettings(f"the coordinator's settings are not right: ready_file: {problem}")
 
     @classmethod
     def settings_customise_sources(

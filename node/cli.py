@@ -61,6 +61,7 @@ def run(config_file: Path | None, **flags: Any) -> None:
     from kvferry.node.process import Node
 
     config = load_config(flags, config_file)
+    config.check_here()
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -145,12 +145,10 @@ class NodeConfig(BaseSettings):
             raise ValueError(f"version 1 snapshots hold f32 rows only, not {kv}: set store-version to 3, or kv to f32")
         return value
 
-    @field_validator("ready_file")
-    @classmethod
-    def _can_be_written(cls, value: Path | None) -> Path | None:
-        if value is not None and (problem := why_not_ready_file(value)) is not None:
-            raise ValueError(problem)
-        return value
+    def check_here(self) -> None:
+        """What only the machine that it is for can tell; raises ConfigInvalid."""
+        if self.ready_file is not None and (problem := why_not_ready_file(self.ready_file)) is not None:
+            raise ConfigInvalid(f"ready-file {problem}")
 
     @property
     def n_threads(self) -> int:

@@ -68,11 +68,11 @@ def test_a_port_beyond_the_last_one_is_refused_and_not_taken_modulo(tmp_path: Pa
     assert "listen: '127.0.0.1:99999' has port 99999: a port lies between 0 and 65535" in said
 
 
-def test_a_ready_file_that_cannot_be_written_is_told_with_the_other_settings(tmp_path: Path) -> None:
-    said = sentence(run("--model", "m", "--ready-file", str(tmp_path / "nowhere" / "r.json")))
+def test_a_ready_file_that_cannot_be_written_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    others = ("--model", "no-such-model", "--state", str(tmp_path / "state"))
+    said = sentence(run(*others, "--ready-file", str(tmp_path / "nowhere" / "r.json")))
     assert f"ready_file: there is no folder {tmp_path / 'nowhere'}" in said
-    assert "state: " in said
-    assert "folder: name a file" in sentence(run("--ready-file", str(tmp_path)))
+    assert "folder: name a file" in sentence(run(*others, "--ready-file", str(tmp_path)))
 
 
 def test_a_host_that_is_not_known(smollm2_path: Path, tmp_path: Path) -> None:

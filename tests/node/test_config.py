@@ -3,7 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from kvferry.node.cli import node
 from kvferry.node.config import load_config
 from kvferry.node.errors import ConfigInvalid
 
@@ -89,14 +91,23 @@ def test_listening_everywhere_needs_an_address_to_advertise() -> None:
         ({"kv_memory": "-1"}, "kv-memory '-1' is no size: give a positive number and a unit, such as 512MiB"),
         ({"kv_memory": "4 parsecs"}, "is no size"),
         ({"kv_memory": "10"}, "kv-memory '10' is too small: at least 1MiB"),
-        ({"ready_file": Path("/nonexistent/r.json")}, "there is no folder /nonexistent for r.json"),
-        ({"ready_file": Path("/")}, "is a folder"),
     ],
 )
 def test_a_wrong_setting_is_told_with_its_reason(flags: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigInvalid) as caught:
         load_config({"model": "m"} | flags)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ready_file", "says"),
+    [("/nonexistent/r.json", "there is no folder /nonexistent for r.json"), ("/", "is a folder")],
+)
+def test_a_ready_file_that_cannot_be_written_is_told_before_anything_is_loaded(ready_file: str, says: str) -> None:
+    said = CliRunner().invoke(node, ["run", "--model", "no-such-model", "--ready-file", ready_file]).exception
+    assert isinstance(said, ConfigInvalid)
+    assert says in str(said)
+    load_config({"model": "m", "ready_file": ready_file})  # may be meant for another machine
 
 
 def test_settings_that_contradict_each_other_are_told_beside_all_other_problems() -> None:
@@ -108,9 +119,8 @@ def test_settings_that_contradict_each_other_are_told_beside_all_other_problems(
         "kv": "q8",
         "store": Path("s"),
         "store_version": 1,
-        "ready_file": Path("/nonexistent/r.json"),
     }
     with pytest.raises(ConfigInvalid) as caught:
         load_config({"model": "m"} | flags)
-    for words in ("set advertise", "kv-memory", "threads", "version 1 snapshots hold f32", "there is no folder"):
+    for words in ("set advertise", "kv-memory", "threads", "version 1 snapshots hold f32"):
         assert words in str(caught.value)
