@@ -65,6 +65,10 @@ class Fleet:
 
     def view(self, n_stored: Mapping[str, int], token_ids: TokenArray) -> View:
         """For a request with these tokens, int32 [n]."""
+        # After a sleep of ours the silence is not the nodes'; and what a decision saw has to be what the bell knows, or
+        # whoever waits because of it is never woken when it is no longer so.
+        self._membership.tick(self._clock())
+        self._ring_if_states_changed()
         members = self.members()
         nodes = {member.node.node_id: member.node for member in members}
         return View(

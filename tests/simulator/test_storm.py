@@ -14,7 +14,7 @@ from kvferry.simulator import storm, virtual_time
 from kvferry.simulator.history import check
 from kvferry.simulator.storm import SOMETIMES, Storm, run_seed, run_seeds
 
-REGRESSIONS = (31, 579, 645, 682, 751)
+REGRESSIONS = (31, 579, 645, 682, 751, 8134, 8902, 9996)
 """Seeds that found something; docs/coordinator.md says what."""
 
 
