@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvferry.node.cli import node as node_group
 from kvferry.node.errors import NodeUnreachable
+from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import worker_pb2
 
 from .running_node import SABOTAGED, Answer, RunningNode, error_of, node_command, running_node
@@ -45,7 +46,8 @@ def test_a_life_from_loading_to_drained(tmp_path: Path, smollm2_path: Path, prom
     flags = ("--listen", f"127.0.0.1:{port}", "--log-level", "debug")
     with (
         running_node(tmp_path / "n", smollm2_path, *flags, wait=False) as process,
-        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+        # the default back-off of a second would sleep through the loading
+        grpc.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel,
     ):
         grpc.channel_ready_future(channel).result(20)
         health = health_pb2_grpc.HealthStub(channel)

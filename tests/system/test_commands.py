@@ -195,9 +195,11 @@ def test_chat_survives_a_restart_of_the_coordinator(cluster):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as chat:
         assert chat.stdout is not None
         events = []
+        killed = False
         for line in chat.stdout:
             events.append(json.loads(line))
-            if sum(event["event"] == "token" for event in events) == 5 and cluster.coordinator.is_running:
+            if not killed and sum(event["event"] == "token" for event in events) == 5:
+                killed = True
                 cluster.kill_coordinator()
                 cluster.start_coordinator()
         assert chat.wait(60) == 0
