@@ -69,8 +69,8 @@ def up(n_nodes: int, model: str, directory: Path | None, port: int, threads_per_
     )
     click.echo("starting (on a new machine the first node compiles its kernels for up to a minute)", err=True)
     with _sigterm_interrupts(), LocalCluster(options) as cluster:
-        _print_how_to_go_on(cluster)
         with suppress(KeyboardInterrupt):
+            _print_how_to_go_on(cluster)
             _watch(cluster)
         click.echo("stopping: sessions are saved", err=True)
         forced = cluster.stop()
