@@ -10,6 +10,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -72,7 +74,7 @@ class SnapshotView:
     def __init__(self, root: Path | None) -> None:
         self._root = root
         self._stores: dict[str, SnapshotStore] = {}
-        self._n_bytes: dict[str, int] = {}
+        self._sizes: dict[str, dict[str, int]] = {}  # fingerprint → name → bytes, of files in the index
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_JOBS)
         self._thread: threading.Thread | None = None
 
@@ -101,7 +103,7 @@ class SnapshotView:
         """A node published these."""
         if (store := self._stores.get(fingerprint)) is not None:
             for name in names:
-                self._submit(lambda name=name: look_at(store, name))  # type: ignore[misc]  # mypy has no type for the bound default
+                self._submit(partial(self._take_in, fingerprint, store, name))
 
     def longest_prefixes(self, token_ids: Sequence[int] | TokenArray) -> dict[str, int]:
         """fingerprint → leading tokens that the store holds rows of; of n tokens at most n - 1 are of use."""
@@ -115,8 +117,8 @@ class SnapshotView:
 
     @property
     def n_bytes(self) -> int:
-        """As of the last look at the directory."""
-        return sum(self._n_bytes.values())
+        """Of the snapshots that may be used: a refused file is not one."""
+        return sum(sum(sizes.values()) for sizes in list(self._sizes.values()))
 
     def _submit(self, job: Callable[[], None] | None) -> None:
         try:
@@ -139,14 +141,22 @@ class SnapshotView:
     def _refresh(self, fingerprint: str, store: SnapshotStore) -> None:
         try:
             store.refresh()
-            self._n_bytes[fingerprint] = sum(file.stat().st_size for file in store.path.glob("*.kv"))
+            refused = store.refused()
+            files = [file for file in store.path.glob("*.kv") if file.name not in refused]
+            self._sizes[fingerprint] = {file.name: file.stat().st_size for file in files}
         except (StoreError, OSError) as e:
             logger.warning("the snapshot store cannot be listed, routing goes on without news of it: %s", e)
 
+    def _take_in(self, fingerprint: str, store: SnapshotStore, name: str) -> None:
+        if look_at(store, name):
+            with suppress(OSError):  # gone again
+                self._sizes.setdefault(fingerprint, {})[name] = (store.path / name).stat().st_size
 
-def look_at(store: SnapshotStore, name: str) -> None:
-    """Take one announced snapshot into the index."""
+
+def look_at(store: SnapshotStore, name: str) -> bool:
+    """Take one announced snapshot into the index; says whether it is there now."""
     try:
-        store.announce(name)
+        return store.announce(name)
     except StoreError as e:
         logger.warning("announced snapshot %s is not used: %s", name, e)
+        return False

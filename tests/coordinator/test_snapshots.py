@@ -60,6 +60,15 @@ def test_what_is_announced_is_found(view: SnapshotView, tmp_path: Path) -> None:
     view.announce(FINGERPRINT, ["kv_0000000000000000.kv", "../../etc/passwd"])
     drained(view)
     assert view.longest_prefixes(range(100)) == {FINGERPRINT: 40}
+    assert (view.n_snapshots, view.n_bytes) == (1, 64 + 40 * 4 + 40 * 16)
+
+
+def test_a_refused_file_counts_neither_in_number_nor_in_bytes(view: SnapshotView, tmp_path: Path) -> None:
+    damaged = tmp_path / FINGERPRINT / publish(tmp_path, 40)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    drained(view)
+    assert (view.n_snapshots, view.n_bytes) == (0, 0)
 
 
 def test_the_last_token_of_a_request_is_of_no_use(view: SnapshotView, tmp_path: Path) -> None:
