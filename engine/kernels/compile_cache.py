@@ -35,6 +35,7 @@ import numba
 from llvmlite import binding
 
 from kvferry.engine.files.catalogue import cache_root
+from kvferry.engine.files.digest import file_sha256
 from kvferry.engine.kernels.instruction_sets import host_instruction_set
 
 # An unpublished folder may belong to a process that is compiling just now; after a day it does not.
@@ -64,7 +65,7 @@ class CompileCache:
 
     def publish(self) -> None:
         """Let other processes use what is in the folder by now."""
-        body = {"folder": self.folder.name, "files": {name: _sha256(path) for name, path in self._files()}}
+        body = {"folder": self.folder.name, "files": {name: file_sha256(path) for name, path in self._files()}}
         staged = self._manifest.with_suffix(f".{secrets.token_hex(4)}.tmp")
         staged.write_text(json.dumps(body))
         staged.replace(self._manifest)
@@ -93,7 +94,7 @@ class CompileCache:
         try:
             manifest = self._read_manifest()
             folder = self._root / Path(manifest["folder"]).name
-            whole = all(_sha256(folder / name) == digest for name, digest in manifest["files"].items())
+            whole = all(file_sha256(folder / name) == digest for name, digest in manifest["files"].items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         return folder if whole and manifest["files"] else None
@@ -161,11 +162,7 @@ def _key() -> str:
         if name.startswith("NUMBA_") and name != "NUMBA_CACHE_DIR"
     )
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        facts.append(f"{path} {path.stat().st_mtime_ns} {_sha256(path)}")
+        facts.append(f"{path} {path.stat().st_mtime_ns} {file_sha256(path)}")
     for fact in facts:
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
