@@ -70,22 +70,65 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, user or assistant."""
     content: _builtins.str
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """Of a user's message, in the order of their places; the model has to be one that sees."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "images", b"images", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class Image(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    CONTENT_HASH_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    N_TOKENS_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """A PNG, JPEG or WebP file: at most 20 MiB, and 64 million pixels. Empty in what the coordinator tells of a turn."""
+    at: _builtins.int
+    """It stands before this character of the content (in Unicode code points): 0 is before the text."""
+    content_hash: _builtins.str
+    """Filled by the coordinator: SHA-256, in hex, of the scaled pixels that the model sees; their size; the tokens they take."""
+    width: _builtins.int
+    height: _builtins.int
+    n_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        at: _builtins.int = ...,
+        content_hash: _builtins.str = ...,
+        width: _builtins.int = ...,
+        height: _builtins.int = ...,
+        n_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "content_hash", b"content_hash", "data", b"data", "height", b"height", "n_tokens", b"n_tokens", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Image: _TypeAlias = Image  # noqa: Y015
 
 @_typing.final
 class Session(_message.Message):
@@ -902,6 +945,7 @@ class NodeInfo(_message.Message):
     STORE_OK_FIELD_NUMBER: _builtins.int
     N_THREADS_FIELD_NUMBER: _builtins.int
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
+    SEES_IMAGES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     address: _builtins.str
     state: Global___NodeState.ValueType
@@ -919,6 +963,8 @@ class NodeInfo(_message.Message):
     store_ok: _builtins.bool
     n_threads: _builtins.int
     tokens_generated: _builtins.int
+    sees_images: _builtins.bool
+    """It takes turns with images."""
     def __init__(
         self,
         *,
@@ -939,10 +985,11 @@ class NodeInfo(_message.Message):
         store_ok: _builtins.bool = ...,
         n_threads: _builtins.int = ...,
         tokens_generated: _builtins.int = ...,
+        sees_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_tokens_per_second", b"decode_tokens_per_second", "fingerprint", b"fingerprint", "kernel_path", b"kernel_path", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "model", b"model", "n_queued", b"n_queued", "n_resident_sessions", b"n_resident_sessions", "n_running", b"n_running", "n_threads", b"n_threads", "node_id", b"node_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "seconds_since_heartbeat", b"seconds_since_heartbeat", "state", b"state", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_tokens_per_second", b"decode_tokens_per_second", "fingerprint", b"fingerprint", "kernel_path", b"kernel_path", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "model", b"model", "n_queued", b"n_queued", "n_resident_sessions", b"n_resident_sessions", "n_running", b"n_running", "n_threads", b"n_threads", "node_id", b"node_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "seconds_since_heartbeat", b"seconds_since_heartbeat", "sees_images", b"sees_images", "state", b"state", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -983,6 +1030,7 @@ class GetStatusResponse(_message.Message):
     PREDICTION_ERROR_MEDIAN_FIELD_NUMBER: _builtins.int
     PREDICTED_SECONDS_MEDIAN_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_SECONDS_MEDIAN_FIELD_NUMBER: _builtins.int
+    SEES_IMAGES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model: _builtins.str
     coordinator_id: _builtins.str
@@ -1001,6 +1049,8 @@ class GetStatusResponse(_message.Message):
     prediction_error_median: _builtins.float
     predicted_seconds_median: _builtins.float
     first_token_seconds_median: _builtins.float
+    sees_images: _builtins.bool
+    """The model takes images."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeInfo]: ...
     def __init__(
@@ -1022,10 +1072,11 @@ class GetStatusResponse(_message.Message):
         prediction_error_median: _builtins.float = ...,
         predicted_seconds_median: _builtins.float = ...,
         first_token_seconds_median: _builtins.float = ...,
+        sees_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "first_token_seconds_median", b"first_token_seconds_median", "generation", b"generation", "model", b"model", "n_failovers", b"n_failovers", "n_open_turns", b"n_open_turns", "n_predictions", b"n_predictions", "n_sessions", b"n_sessions", "n_snapshots", b"n_snapshots", "n_turns_finished", b"n_turns_finished", "nodes", b"nodes", "predicted_seconds_median", b"predicted_seconds_median", "prediction_error_median", b"prediction_error_median", "snapshot_bytes", b"snapshot_bytes", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "first_token_seconds_median", b"first_token_seconds_median", "generation", b"generation", "model", b"model", "n_failovers", b"n_failovers", "n_open_turns", b"n_open_turns", "n_predictions", b"n_predictions", "n_sessions", b"n_sessions", "n_snapshots", b"n_snapshots", "n_turns_finished", b"n_turns_finished", "nodes", b"nodes", "predicted_seconds_median", b"predicted_seconds_median", "prediction_error_median", b"prediction_error_median", "sees_images", b"sees_images", "snapshot_bytes", b"snapshot_bytes", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

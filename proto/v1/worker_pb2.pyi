@@ -34,6 +34,7 @@ class RunTurnRequest(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RECOMPUTE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     turn_id: _builtins.str
     epoch: _builtins.int
@@ -58,6 +59,10 @@ class RunTurnRequest(_message.Message):
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ends the answer when drawn; the token itself is sent."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptImage]:
+        """What stands at the image tokens, in the order of their places; all of them, whatever the node holds already."""
+
     def __init__(
         self,
         *,
@@ -72,14 +77,52 @@ class RunTurnRequest(_message.Message):
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         recompute: _builtins.bool = ...,
         priority: _builtins.int = ...,
+        images: _abc.Iterable[Global___PromptImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "priority", b"priority", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "images", b"images", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "priority", b"priority", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunTurnRequest: _TypeAlias = RunTurnRequest  # noqa: Y015
+
+@_typing.final
+class PromptImage(_message.Message):
+    """An image's tokens all have the same id, so its content belongs to the identity of the rows from there on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_HASH_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    GRID_ROWS_FIELD_NUMBER: _builtins.int
+    GRID_COLS_FIELD_NUMBER: _builtins.int
+    PIXELS_FIELD_NUMBER: _builtins.int
+    content_hash: _builtins.bytes
+    """SHA-256 of the size and the scaled pixels; 32 bytes."""
+    start: _builtins.int
+    """Index of its first token."""
+    grid_rows: _builtins.int
+    """Its patches; rows x cols / merge size squared is the number of its tokens."""
+    grid_cols: _builtins.int
+    pixels: _builtins.bytes
+    """The scaled pixels as a PNG file; the node checks them against content_hash. Not needed to restore rows."""
+    def __init__(
+        self,
+        *,
+        content_hash: _builtins.bytes = ...,
+        start: _builtins.int = ...,
+        grid_rows: _builtins.int = ...,
+        grid_cols: _builtins.int = ...,
+        pixels: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "grid_cols", b"grid_cols", "grid_rows", b"grid_rows", "pixels", b"pixels", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptImage: _TypeAlias = PromptImage  # noqa: Y015
 
 @_typing.final
 class RunTurnResponse(_message.Message):
@@ -196,18 +239,24 @@ class RestoreSessionRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptImage]:
+        """Without pixels."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        images: _abc.Iterable[Global___PromptImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
