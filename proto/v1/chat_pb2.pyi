@@ -20,6 +20,25 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolChoice:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoice.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_CHOICE_UNSPECIFIED: _ToolChoice.ValueType  # 0
+    """The model decides whether to call."""
+    TOOL_CHOICE_REQUIRED: _ToolChoice.ValueType  # 1
+    """The answer is one call of a tool, held by a grammar over the tools' schemas."""
+
+class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper): ...
+
+TOOL_CHOICE_UNSPECIFIED: ToolChoice.ValueType  # 0
+"""The model decides whether to call."""
+TOOL_CHOICE_REQUIRED: ToolChoice.ValueType  # 1
+"""The answer is one call of a tool, held by a grammar over the tools' schemas."""
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
 class _TurnState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -70,10 +89,21 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """system, user or assistant."""
+    """system, user, assistant or tool."""
     content: _builtins.str
+    reasoning: _builtins.str
+    """Of an assistant's message: its thinking, apart from the content; absent when it did not think."""
+    tool_call_id: _builtins.str
+    """Of a tool's message: the id of the call whose result it is; may be empty. Results are told to the model in the order they come."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of an assistant's message: what it wanted called."""
+
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
         """Of a user's message, in the order of their places; the model has to be one that sees."""
@@ -83,15 +113,138 @@ class ChatMessage(_message.Message):
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        reasoning: _builtins.str | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
         images: _abc.Iterable[Global___Image] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "reasoning", b"reasoning"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "content", b"content", "images", b"images", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
+    _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
+
+Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A function that the model wants called."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """In an answer unique within its session, and the same whenever the answer is read again."""
+    name: _builtins.str
+    arguments: _builtins.str
+    """A JSON object."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "images", b"images", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 64 characters of [A-Za-z0-9._-], unique in its session."""
+    description: _builtins.str
+    parameters: _builtins.str
+    """JSON schema of the arguments, an object; empty: no arguments are described."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class OutputFormat(_message.Message):
+    """What an answer's content has to be. A grammar removes every other token before it can be drawn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A value that the schema describes, written as Python's json.dumps does: one line, ", " and ": " between the parts."""
+    regex: _builtins.str
+    """A text that matches as a whole, in the syntax of Rust's regex crate."""
+    json_object: _builtins.bool
+    """Any JSON object."""
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
+        json_object: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "format", b"format", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "format", b"format", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_format: _TypeAlias = _typing.Literal["json_schema", "regex", "choices", "json_object"]  # noqa: Y015
+    _WhichOneofArgType_format: _TypeAlias = _typing.Literal["format", b"format"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_format) -> _WhichOneofReturnType_format | None: ...
+
+Global___OutputFormat: _TypeAlias = OutputFormat  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At most 256."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class Image(_message.Message):
@@ -192,6 +345,7 @@ class Turn(_message.Message):
     N_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     N_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    PARSED_FIELD_NUMBER: _builtins.int
     turn_id: _builtins.str
     state: Global___TurnState.ValueType
     answer: _builtins.str
@@ -202,6 +356,10 @@ class Turn(_message.Message):
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]: ...
+    @_builtins.property
+    def parsed(self) -> Global___ParsedAnswer:
+        """Of a finished turn: the answer in parts."""
+
     def __init__(
         self,
         *,
@@ -213,10 +371,11 @@ class Turn(_message.Message):
         n_prompt_tokens: _builtins.int = ...,
         n_answer_tokens: _builtins.int = ...,
         placements: _abc.Iterable[Global___Placement] | None = ...,
+        parsed: Global___ParsedAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parsed", b"parsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "finish_reason", b"finish_reason", "messages", b"messages", "n_answer_tokens", b"n_answer_tokens", "n_prompt_tokens", b"n_prompt_tokens", "placements", b"placements", "state", b"state", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "finish_reason", b"finish_reason", "messages", b"messages", "n_answer_tokens", b"n_answer_tokens", "n_prompt_tokens", b"n_prompt_tokens", "parsed", b"parsed", "placements", b"placements", "state", b"state", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -458,20 +617,38 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    TOOL_NAME_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     turn_id: _builtins.str
     """Chosen by the client (a UUID), so that asking again after a lost connection never starts a second turn. Empty: the coordinator chooses."""
     max_tokens: _builtins.int
     """Of the answer. 0 = to the end of the context."""
+    tool_choice: Global___ToolChoice.ValueType
+    tool_name: _builtins.str
+    """With TOOL_CHOICE_REQUIRED: this one. Empty: any."""
+    thinking: _builtins.bool
+    """Whether the model shall think before it answers, where its template knows of that; absent: as the template has it."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The new messages only; earlier turns are the session's. At least one, the last one from the user."""
+        """The new messages only; earlier turns are the session's. At least one, the last one from the user or a tool."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingSettings: ...
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At most 16, each 1 to 256 characters."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Told to the model with a session's first turn, and its tools from then on: later turns repeat them or leave them out."""
+
+    @_builtins.property
+    def format(self) -> Global___OutputFormat:
+        """Of the content, after any thinking. With tools, and no choice required, a call is as good."""
 
     def __init__(
         self,
@@ -482,12 +659,19 @@ class GenerateRequest(_message.Message):
         sampling: _common_pb2.SamplingSettings | None = ...,
         max_tokens: _builtins.int = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice.ValueType = ...,
+        tool_name: _builtins.str = ...,
+        thinking: _builtins.bool | None = ...,
+        format: Global___OutputFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "format", b"format", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "messages", b"messages", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "format", b"format", "max_tokens", b"max_tokens", "messages", b"messages", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "thinking", b"thinking", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
+    _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking) -> _WhichOneofReturnType__thinking | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
@@ -753,12 +937,22 @@ class TokenEvent(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    IS_CONTENT_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     text: _builtins.str
     """Text that this token completed; may be empty (half a character, or held back for a stop string)."""
     logprob: _builtins.float
+    is_content: _builtins.bool
+    """All of `text` is content, and `parts` says no more: it is left empty."""
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerPart]:
+        """What this text completed of the answer's parts. All parts in order are what `answer` of the finish says: marks, and the
+        newlines beside them, belong to no part. A part may come later than its text, while that may still be the beginning of a mark.
+        """
+
     def __init__(
         self,
         *,
@@ -766,16 +960,90 @@ class TokenEvent(_message.Message):
         text: _builtins.str = ...,
         logprob: _builtins.float | None = ...,
         top_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        parts: _abc.Iterable[Global___AnswerPart] | None = ...,
+        is_content: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "text", b"text", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "is_content", b"is_content", "logprob", b"logprob", "parts", b"parts", "text", b"text", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
 
 Global___TokenEvent: _TypeAlias = TokenEvent  # noqa: Y015
+
+@_typing.final
+class AnswerPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASONING_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_FIELD_NUMBER: _builtins.int
+    reasoning: _builtins.str
+    """Of the thinking before the answer."""
+    content: _builtins.str
+    @_builtins.property
+    def tool_call(self) -> Global___ToolCall:
+        """A whole call."""
+
+    def __init__(
+        self,
+        *,
+        reasoning: _builtins.str = ...,
+        content: _builtins.str = ...,
+        tool_call: Global___ToolCall | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "part", b"part", "reasoning", b"reasoning", "tool_call", b"tool_call"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "part", b"part", "reasoning", b"reasoning", "tool_call", b"tool_call"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["reasoning", "content", "tool_call"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___AnswerPart: _TypeAlias = AnswerPart  # noqa: Y015
+
+@_typing.final
+class ParsedAnswer(_message.Message):
+    """An answer in parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASONING_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    MALFORMED_CALLS_FIELD_NUMBER: _builtins.int
+    IS_THINKING_FIELD_NUMBER: _builtins.int
+    reasoning: _builtins.str
+    """Absent when the model did not think."""
+    content: _builtins.str
+    is_thinking: _builtins.bool
+    """It ended before the thinking did."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
+    @_builtins.property
+    def malformed_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What stands between the marks of a call and is none."""
+
+    def __init__(
+        self,
+        *,
+        reasoning: _builtins.str | None = ...,
+        content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        malformed_calls: _abc.Iterable[_builtins.str] | None = ...,
+        is_thinking: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "reasoning", b"reasoning"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "content", b"content", "is_thinking", b"is_thinking", "malformed_calls", b"malformed_calls", "reasoning", b"reasoning", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
+    _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
+
+Global___ParsedAnswer: _TypeAlias = ParsedAnswer  # noqa: Y015
 
 @_typing.final
 class NodeLost(_message.Message):
@@ -817,6 +1085,8 @@ class TurnFinished(_message.Message):
     N_PLACEMENTS_FIELD_NUMBER: _builtins.int
     ERROR_CODE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    TAIL_PARTS_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     n_prompt_tokens: _builtins.int
     n_answer_tokens: _builtins.int
@@ -830,6 +1100,12 @@ class TurnFinished(_message.Message):
     error_code: _builtins.str
     """With FINISH_REASON_ERROR: a stable code and a sentence."""
     error: _builtins.str
+    @_builtins.property
+    def answer(self) -> Global___ParsedAnswer: ...
+    @_builtins.property
+    def tail_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerPart]:
+        """Of tail_text, and what was held back of the parts."""
+
     def __init__(
         self,
         *,
@@ -843,10 +1119,12 @@ class TurnFinished(_message.Message):
         n_placements: _builtins.int = ...,
         error_code: _builtins.str = ...,
         error: _builtins.str = ...,
+        answer: Global___ParsedAnswer | None = ...,
+        tail_parts: _abc.Iterable[Global___AnswerPart] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "error_code", b"error_code", "first_token_seconds", b"first_token_seconds", "longest_pause_seconds", b"longest_pause_seconds", "n_answer_tokens", b"n_answer_tokens", "n_placements", b"n_placements", "n_prompt_tokens", b"n_prompt_tokens", "reason", b"reason", "tail_text", b"tail_text", "total_seconds", b"total_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "error_code", b"error_code", "first_token_seconds", b"first_token_seconds", "longest_pause_seconds", b"longest_pause_seconds", "n_answer_tokens", b"n_answer_tokens", "n_placements", b"n_placements", "n_prompt_tokens", b"n_prompt_tokens", "reason", b"reason", "tail_parts", b"tail_parts", "tail_text", b"tail_text", "total_seconds", b"total_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,6 +35,7 @@ class RunTurnRequest(_message.Message):
     RECOMPUTE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     turn_id: _builtins.str
     epoch: _builtins.int
@@ -49,6 +50,10 @@ class RunTurnRequest(_message.Message):
     """Computing the rows was foreseen to be sooner than reading them from the store: do not read."""
     priority: _builtins.int
     """Higher goes first, in the queue and in what a step computes; -100 to 100."""
+    grammar: _builtins.str
+    """What the answer has to be, in llguidance's Lark; empty: anything. Each token is drawn among those that it allows after the
+    answer's tokens so far.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then the answer tokens that exist already."""
@@ -78,10 +83,11 @@ class RunTurnRequest(_message.Message):
         recompute: _builtins.bool = ...,
         priority: _builtins.int = ...,
         images: _abc.Iterable[Global___PromptImage] | None = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "images", b"images", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "priority", b"priority", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "grammar", b"grammar", "images", b"images", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "priority", b"priority", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
