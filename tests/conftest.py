@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,21 @@ from kvferry.engine.files.fetch import fetch_model
 
 # A shell that runs tests in the background ignores SIGINT, and every process they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Random tests draw other cases every run; a failure is repeated with the seed that the header names.
+SEED_VARIABLE = "KVFERRY_TEST_SEED"
+FIRST_SEED = int(os.environ.get(SEED_VARIABLE) or secrets.randbelow(1_000_000_000))
+
+
+def pytest_report_header() -> str:
+    return f"random cases from seed {FIRST_SEED} on (set {SEED_VARIABLE}={FIRST_SEED} for the same)"
+
+
+@pytest.fixture(scope="session")
+def first_seed() -> int:
+    """Seeds from this one on are this run's."""
+    return FIRST_SEED
 
 
 @pytest.fixture(scope="session")

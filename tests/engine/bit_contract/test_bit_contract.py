@@ -1,15 +1,13 @@
 """The bit contract on the real model: K/V rows and logits never depend on how the work was cut.
 
-Everything is compared with one digest of one plain run: 203 tokens in one chunk, alone, one thread.
+Everything is compared with one digest of one plain run: 203 tokens in one chunk, alone, one thread. Instruction sets
+and KV kinds: test_random_cases.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,7 +16,6 @@ import pytest
 from numpy.typing import NDArray
 
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
-from kvferry.engine.kernels.instruction_sets import KERNEL_PATH_VARIABLE
 from kvferry.engine.kv_cache import KvSequence
 
 N_TOKENS = 203
@@ -154,37 +151,3 @@ def test_a_long_text_in_large_and_small_steps(engine, token_ids):
     assert digest(engine, whole, logits) == digest(engine, cut, cut_logits)
     whole.release()
     cut.release()
-
-
-OTHER_PATH = """
-import hashlib, sys
-from pathlib import Path
-import numpy as np
-from kvferry.engine.engine import Chunk, Engine, EngineOptions
-engine = Engine.load(Path(sys.argv[1]), EngineOptions(n_threads=1, kv_bytes=1 << 27))
-tokens = np.array([int(token) for token in sys.argv[2].split(",")], np.int32)
-sequence = engine.new_sequence()
-parts = [tokens[:30], tokens[30:31], tokens[31:]]
-logits = np.concatenate([engine.forward([Chunk(sequence, part, "all")])[0] for part in parts])
-found = hashlib.sha256(logits.tobytes())
-for layer in range(engine.geometry.n_layers):
-    k = np.empty((sequence.n_rows, engine.geometry.kv_dim), np.float32)
-    v = np.empty_like(k)
-    sequence.read_rows(layer, 0, sequence.n_rows, k, v)
-    found.update(k.tobytes())
-    found.update(v.tobytes())
-print(engine.kernel_path, found.hexdigest())
-"""
-
-
-@pytest.mark.parametrize("path", ["avx2", "generic"])
-def test_any_instruction_set(engine, smollm2_path, token_ids, path):
-    if path == "avx2" and engine.kernel_path not in {"avx2", "avxvnni", "avx512vnni"}:
-        pytest.skip(f"this processor runs {engine.kernel_path}, not avx2")
-    tokens = token_ids[:45]
-    command = [sys.executable, "-c", OTHER_PATH, str(smollm2_path), ",".join(map(str, tokens))]
-    environment = os.environ | {KERNEL_PATH_VARIABLE: path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    sequence, logits = run(engine, tokens, [512])
-    assert done.stdout.split() == [path, digest(engine, sequence, logits)]
-    sequence.release()
