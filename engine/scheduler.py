@@ -25,6 +25,8 @@ from kvferry.engine.kv_cache import KvPool, KvSequence
 from kvferry.engine.pacing import StepPacer
 from kvferry.engine.sampling import SampledToken, SamplingSettings, sample
 from kvferry.engine.sharing import PrefixShare
+from kvferry.engine.vision.placed import Images
+from kvferry.engine.vision.sight import SeenPrompt
 
 ROW_BUDGET: Final = 256
 """Rows of one step while nobody decodes: the kernels gain nothing beyond, and a stop takes effect between two steps."""
@@ -67,7 +69,7 @@ class Job:
     `sequence` holds the rows of a prefix of `token_ids`, at most all but one of them, and belongs to the scheduler
     until the job ends. `token_ids` are the prompt's `n_prompt_tokens` and then the answer tokens that exist already;
     `max_tokens` counts those too. Jobs of a higher `priority` go first, and among equals those that arrived earlier, by
-    any measure of `arrival`.
+    any measure of `arrival`. `seen`: of a sequence with images, with the features of those whose rows are not there.
     """
 
     job_id: str
@@ -79,6 +81,7 @@ class Job:
     end_token_ids: Collection[int]
     priority: int = 0
     arrival: int = 0
+    seen: SeenPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,10 @@ class _Running:
     @property
     def first_tokens(self) -> NDArray[np.int32]:
         return self.tokens[: self.n_first_tokens]
+
+    @property
+    def images(self) -> Images:
+        return () if self.job.seen is None else self.job.seen.images
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -165,14 +172,6 @@ def plan_rows(
     return rows
 
 
-def _no_room(_n_blocks: int) -> Room:
-    return "never"
-
-
-def _no_rows(_job: Job) -> None:
-    return None
-
-
 @dataclass(slots=True)
 class Scheduler:
     """Runs jobs to their ends, step by step. Not thread-safe: one thread calls everything, the one that owns the
@@ -188,8 +187,8 @@ class Scheduler:
     max_running: int = MAX_RUNNING
     row_budget: int = ROW_BUDGET
     prefill_rows_beside_decodes: int = PREFILL_ROWS_BESIDE_DECODES
-    make_room: Callable[[int], Room] = _no_room
-    find_rows: Callable[[Job], tuple[KvSequence, int] | None] = _no_rows
+    make_room: Callable[[int], Room] = lambda _: "never"
+    find_rows: Callable[[Job], tuple[KvSequence, int] | None] = lambda _: None
     clock: Callable[[], float] | None = None
     pacer: StepPacer = field(default_factory=StepPacer)
     counters: Counters = field(default_factory=Counters)
@@ -353,11 +352,13 @@ class Scheduler:
         return "later"  # another thread took what was made free
 
     def _chunk(self, running: _Running, n_rows: int) -> Chunk:
-        start = running.sequence.n_rows
+        start, seen = running.sequence.n_rows, running.job.seen
+        stop = start + n_rows
         return Chunk(
             sequence=running.sequence,
-            token_ids=running.tokens[start : start + n_rows],
-            logits="last" if start + n_rows == running.n_tokens else "none",
+            token_ids=running.tokens[start:stop],
+            logits="last" if stop == running.n_tokens else "none",
+            sight=None if seen is None else seen.sight(start, stop),
         )
 
     def _advance(self, running: _Running, n_rows: int, logits: NDArray[np.float32]) -> StepOutput:

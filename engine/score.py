@@ -79,7 +79,9 @@ def score(
         greedy = _greedy(engine, sequence, logits[-1], n_greedy, seen)
         scored = None
         if features is not None and seen is not None:
-            scored = ScoredImages(features.embeds, features.deepstack.transpose(1, 0, 2), seen.positions)
+            scored = ScoredImages(
+                features.embeds, features.deepstack.transpose(1, 0, 2), seen.sight(0, len(token_ids)).positions
+            )
         return Score(logits, k, v, greedy, scored)
     finally:
         engine.close()
@@ -164,7 +166,7 @@ def _look(
         raise UnsupportedArchitecture(f"this {engine.config.architecture} model takes no images")
     grids = grids_of(images.grid_thw, vision)
     features = engine.tower.see(images.pixel_values, grids)
-    return features, SeenPrompt(token_ids, grids, features, vision)
+    return features, SeenPrompt.of_prompt(token_ids, grids, features, vision)
 
 
 def _chunk(

@@ -14,13 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.kv_cache import KvSequence
-
-
-def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """How many leading tokens of a (int32 [n]) and b (int32 [m]) are equal."""
-    n = min(len(a), len(b))
-    differing = np.flatnonzero(a[:n] != b[:n])
-    return int(differing[0]) if len(differing) else n
+from kvferry.engine.vision.placed import Images, common_prefix
 
 
 class RowsInTheMaking(Protocol):
@@ -33,6 +27,10 @@ class RowsInTheMaking(Protocol):
     @property
     def first_tokens(self) -> NDArray[np.int32]:
         """The tokens it came with, int32 [n]."""
+
+    @property
+    def images(self) -> Images:
+        """What stands at the image tokens among them."""
 
     @property
     def sequence(self) -> KvSequence:
@@ -70,7 +68,7 @@ class PrefixShare:
     def _common(self, job: RowsInTheMaking, other: RowsInTheMaking) -> int:
         if other.serial not in self._n_common:
             n_most = len(job.first_tokens) - 1  # one token is always computed: its logits are not shared
-            n_equal = common_prefix(job.first_tokens[:n_most], other.first_tokens)
+            n_equal = common_prefix(job.first_tokens[:n_most], other.first_tokens, job.images, other.images)
             self._n_common[other.serial] = self._whole(n_equal)
         return self._n_common[other.serial]
 

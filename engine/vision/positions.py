@@ -61,26 +61,43 @@ def image_positions(token_ids: NDArray[np.integer], grids: Sequence[Grid], visio
     A later token stands at its index + the rope delta, in all three. The image tokens must be exactly those of the
     grids, in order; each image's together. Raises InvalidTokens.
     """
+    starts = find_images(token_ids, grids, vision)
+    return placed_positions(len(token_ids), starts, grids, vision.merge_size)
+
+
+def find_images(token_ids: NDArray[np.integer], grids: Sequence[Grid], vision: VisionConfig) -> list[int]:
+    """Index of each image's first token. Raises InvalidTokens: the image tokens must be exactly those of the grids."""
     is_image = np.asarray(token_ids) == vision.image_token_id
-    positions = np.empty((3, len(token_ids)), np.int64)
-    index = next_place = 0
+    starts, index = [], 0
     for grid in grids:
-        rows, cols = grid.rows // vision.merge_size, grid.cols // vision.merge_size
         start = index + int(np.argmax(is_image[index:])) if is_image[index:].any() else len(token_ids)
-        stop = start + rows * cols
+        stop = start + grid.n_tokens(vision.merge_size)
         if stop > len(token_ids) or not is_image[start:stop].all():
+            rows, cols = grid.rows // vision.merge_size, grid.cols // vision.merge_size
             raise InvalidTokens(f"an image of {rows} x {cols} tokens does not stand in the prompt as one run of them")
+        starts.append(start)
+        index = stop
+    if is_image[index:].any():
+        raise InvalidTokens("the prompt has image tokens that belong to no image")
+    return starts
+
+
+def placed_positions(n_tokens: int, starts: Sequence[int], grids: Sequence[Grid], merge_size: int) -> tuple[_I32, int]:
+    """As ``image_positions``, for images that are known to begin at these indices, in order, before n_tokens."""
+    positions = np.empty((3, n_tokens), np.int64)
+    index = next_place = 0
+    for start, grid in zip(starts, grids, strict=True):
+        rows, cols = grid.rows // merge_size, grid.cols // merge_size
+        stop = start + rows * cols
         positions[:, index:start] = next_place + np.arange(start - index)
         next_place += start - index
         row, col = np.divmod(np.arange(rows * cols), cols)
         positions[:, start:stop] = next_place + np.stack([np.zeros_like(row), row, col])
         next_place += max(rows, cols)
         index = stop
-    if is_image[index:].any():
-        raise InvalidTokens("the prompt has image tokens that belong to no image")
-    positions[:, index:] = next_place + np.arange(len(token_ids) - index)
-    next_place += len(token_ids) - index
-    return positions.astype(np.int32), next_place - len(token_ids)
+    positions[:, index:] = next_place + np.arange(n_tokens - index)
+    next_place += n_tokens - index
+    return positions.astype(np.int32), next_place - n_tokens
 
 
 def patch_places(grid: Grid, merge_size: int) -> tuple[_I64, _I64]:

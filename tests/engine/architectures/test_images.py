@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -17,6 +18,8 @@ from safetensors.numpy import load_file
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.errors import InvalidTokens, UnsupportedArchitecture
 from kvferry.engine.kv_cache import KvSequence
+from kvferry.engine.sampling import SamplingSettings
+from kvferry.engine.scheduler import Job, Scheduler
 from kvferry.engine.vision.positions import grids_of
 from kvferry.engine.vision.sight import SeenPrompt
 
@@ -44,7 +47,7 @@ class Case:
         ids = self.golden[f"{name}.input_ids"].astype(np.int32)
         grids = grids_of(self.golden[f"{name}.image_grid_thw"], vision)
         features = self.engine.tower.see(self.golden[f"{name}.pixel_values"], grids)
-        return ids, SeenPrompt(ids, grids, features, vision)
+        return ids, SeenPrompt.of_prompt(ids, grids, features, vision)
 
 
 def load(folder: Path, n_threads: int = 1) -> Case:
@@ -90,7 +93,7 @@ def test_features_positions_and_logits_are_the_oracles(case: Case) -> None:
         )
         assert relative(features.embeds, expected["image_embeds"]) <= FEATURE_NOISE
         assert relative(features.deepstack.transpose(1, 0, 2), expected["deepstack"]) <= FEATURE_NOISE
-        assert np.array_equal(seen.positions, expected["position_ids"])
+        assert np.array_equal(seen.sight(0, len(ids)).positions, expected["position_ids"])
         assert seen.rope_delta == expected["rope_delta"][0]
         sequence, logits = run(case.engine, ids, seen, [512])
         if not case.facts["moe_layers"]:  # of the mixture hardly a position has a router margin that noise leaves alone
@@ -166,3 +169,41 @@ def test_what_cannot_be_seen_is_refused(case: Case, recorded: Callable[[str], Pa
     with pytest.raises(UnsupportedArchitecture, match="takes no images"):
         _ = blind.tower
     blind.close()
+
+
+def scheduled(case: Case, prompts: list[tuple[np.ndarray, SeenPrompt | None]], **options: Any) -> list[list[int]]:
+    """Each prompt's answer of eight tokens, all in one batch."""
+    scheduler = Scheduler(case.engine, **options)
+    answers: dict[str, list[int]] = {}
+    sequences = [case.engine.new_sequence() for _ in prompts]
+    for number, (ids, seen) in enumerate(prompts):
+        answers[str(number)] = []
+        scheduler.submit(
+            Job(
+                job_id=str(number), sequence=sequences[number], token_ids=ids, n_prompt_tokens=len(ids),
+                sampling=SamplingSettings(), max_tokens=8, end_token_ids=(), seen=seen,
+            )
+        )  # fmt: skip
+    while scheduler.n_running + scheduler.n_queued:
+        for output in scheduler.step():
+            if output.token is not None:
+                answers[output.job_id].append(output.token.token_id)
+    for sequence in sequences:
+        sequence.release()
+    return list(answers.values())
+
+
+def test_a_batch_with_pictures_answers_each_as_alone(case: Case) -> None:
+    """The same prompt with another picture is not the same prompt, although its tokens are; with the same it is."""
+    ids, seen = case.prompt("img1")
+    image = seen.images[0]
+    pixels = case.golden["img1.pixel_values"][: image.grid.n_patches]
+    dark = case.engine.tower.see(-pixels, [image.grid])
+    merge = case.engine.config.vision.merge_size
+    others = tuple(dataclasses.replace(i, content_hash=b"dark" * 8) if i is image else i for i in seen.images)
+    sights = {b"dark" * 8: dark} | {i.content_hash: seen._features[i.content_hash] for i in seen.images}
+    prompts = [(ids, seen), (ids, SeenPrompt(others, sights, merge)), (ids, seen), (ids[:9], None)]
+    alone = [scheduled(case, [prompt])[0] for prompt in prompts]
+    assert alone[0] != alone[1]
+    for options in ({}, {"row_budget": 16, "max_running": 2}):
+        assert scheduled(case, prompts, **options) == alone
