@@ -25,11 +25,13 @@ from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, act
 from kvferry.engine.kernels.linear import UNIT_ROWS
 from kvferry.engine.kernels.version import NUMERICS_VERSION
 from kvferry.engine.kv_cache import KvGeometry, KvKind, KvPool, KvSequence
+from kvferry.engine.memory import aligned_empty, huge_empty
 from kvferry.engine.mrope import mrope_rows
-from kvferry.engine.packing import PackedModel, Quant, aligned_empty, pack_model, whole_blocks
+from kvferry.engine.packing import PackedModel, Quant, pack_model
 from kvferry.engine.text.model import TextModel
 from kvferry.engine.threads import WorkerThreads, new_control
 from kvferry.engine.vision.tower import VisionTower
+from kvferry.engine.weight_plan import whole_blocks
 
 _F32 = NDArray[np.float32]
 
@@ -298,36 +300,35 @@ class _Workspace:
     def __init__(self, config: ModelConfig, options: EngineOptions, pool: KvPool) -> None:
         rows = options.max_batch_rows
         query_size = config.n_heads * config.head_dim
-        self._arrays: list[NDArray[Any]] = []
         self.record: NDArray[Any] = np.zeros(1, records.WORKSPACE)
-        self.record["hidden_at"] = self._take(rows * config.hidden_size * FLOAT_BYTES)
-        self.record["query_at"] = self._take(rows * query_size * FLOAT_BYTES)
-        self.record["normed_at"] = self._take(rows * activation_row_bytes(config.hidden_size))
-        self.record["attended_at"] = self._take(rows * activation_row_bytes(query_size))
-        self.record["gated_at"] = self._take(rows * activation_row_bytes(whole_blocks(config.ffn_size)))
-        self._take_for_experts(config, rows)
+        sizes = {
+            "hidden_at": rows * config.hidden_size * FLOAT_BYTES,
+            "query_at": rows * query_size * FLOAT_BYTES,
+            "normed_at": rows * activation_row_bytes(config.hidden_size),
+            "attended_at": rows * activation_row_bytes(query_size),
+            "gated_at": rows * activation_row_bytes(whole_blocks(config.ffn_size)),
+            **_expert_sizes(config, rows),
+        }
+        stride = self._lay_out_scratch(config, rows)
+        self.record["scratch_stride"] = stride
+        self._region = self._lay_out({**sizes, "scratch_at": stride * options.n_threads})
         self.record["kv_pool_at"] = pool.tiles.ctypes.data
         self.record["kv_kind"] = options.kv.code
         self.counters = aligned_empty((config.n_layers * PHASES_PER_LAYER + 1) * CACHE_LINE)
         self.record["counters_at"] = self.counters.ctypes.data
         self.control = new_control()
         self.record["control_at"] = self.control.ctypes.data
-        stride = self._lay_out_scratch(config, rows)
-        self.record["scratch_stride"] = stride
-        self.record["scratch_at"] = self._take(stride * options.n_threads)
 
-    def _take_for_experts(self, config: ModelConfig, rows: int) -> None:
-        moe = config.moe
-        if moe is None:
-            return
-        places = rows * moe.n_active
-        for field in ("chosen_at", "chosen_weights_at", "places_at"):
-            self.record[field] = self._take(places * 4)
-        self.record["expert_ends_at"] = self._take(moe.n_experts * 4)
-        self.record["active_at"] = self._take((moe.n_experts + 1) * 4)
-        self.record["gathered_at"] = self._take(places * activation_row_bytes(config.hidden_size))
-        self.record["expert_gated_at"] = self._take(places * activation_row_bytes(whole_blocks(moe.ffn_size)))
-        self.record["expert_out_at"] = self._take(places * config.hidden_size * FLOAT_BYTES)
+    def _lay_out(self, sizes: dict[str, int]) -> NDArray[np.uint8]:
+        """One region for all of it, each field on a cache line of its own."""
+        offsets, end = {}, 0
+        for field, n_bytes in sizes.items():
+            offsets[field] = end
+            end += -(-n_bytes // CACHE_LINE) * CACHE_LINE
+        region = huge_empty(end)
+        for field, offset in offsets.items():
+            self.record[field] = region.ctypes.data + offset
+        return region
 
     def _lay_out_scratch(self, config: ModelConfig, rows: int) -> int:
         """Set the offsets of one thread's scratch memory; returns its size."""
@@ -355,7 +356,17 @@ class _Workspace:
             offset += -(-n_bytes // CACHE_LINE) * CACHE_LINE
         return offset
 
-    def _take(self, n_bytes: int) -> int:
-        array = aligned_empty(n_bytes)
-        self._arrays.append(array)
-        return int(array.ctypes.data)
+
+def _expert_sizes(config: ModelConfig, rows: int) -> dict[str, int]:
+    moe = config.moe
+    if moe is None:
+        return {}
+    places = rows * moe.n_active
+    return {
+        **dict.fromkeys(("chosen_at", "chosen_weights_at", "places_at"), places * 4),
+        "expert_ends_at": moe.n_experts * 4,
+        "active_at": (moe.n_experts + 1) * 4,
+        "gathered_at": places * activation_row_bytes(config.hidden_size),
+        "expert_gated_at": places * activation_row_bytes(whole_blocks(moe.ffn_size)),
+        "expert_out_at": places * config.hidden_size * FLOAT_BYTES,
+    }

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.errors import OutOfKvMemory
-from kvferry.engine.kernels.layout import CACHE_LINE, KV_BLOCK, KV_F16, KV_F32, KV_Q8, kv_tile_bytes
+from kvferry.engine.kernels.layout import KV_BLOCK, KV_F16, KV_F32, KV_Q8, kv_tile_bytes
+from kvferry.engine.memory import huge_empty
 
 _F32 = NDArray[np.float32]
 
@@ -90,9 +91,7 @@ class KvPool:
         self._lock = threading.Lock()
         self._references: NDArray[np.int32] = np.zeros(self.n_blocks, np.int32)
         self._free = list(range(self.n_blocks - 1, -1, -1))
-        raw = np.empty(self.n_blocks * self.block_bytes + CACHE_LINE, np.uint8)
-        start = -raw.ctypes.data % CACHE_LINE
-        body = raw[start : start + self.n_blocks * self.block_bytes]
+        body: NDArray[Any] = huge_empty(self.n_blocks * self.block_bytes)
         if geometry.kind is not KvKind.Q8:  # whose tiles hold integers and floats, so they stay bytes
             body = body.view(geometry.kind.dtype)
         # K tile: [head_dim, 32]; V tile: [32, head_dim] (kernels/layout.py)

@@ -20,9 +20,11 @@ from kvferry.engine.files.model_file import ModelFile
 from kvferry.engine.kernels import vision as kernels
 from kvferry.engine.kernels.layout import KV_BLOCK, QUANT_BLOCK, WEIGHTS_Q8, activation_row_bytes
 from kvferry.engine.kernels.linear import UNIT_ROWS
-from kvferry.engine.packing import aligned_empty, pack_as_q8, whole_blocks
+from kvferry.engine.memory import aligned_empty
+from kvferry.engine.packing import pack_as_q8
 from kvferry.engine.rope import rope_table
 from kvferry.engine.vision.positions import Grid, patch_places, position_weights
+from kvferry.engine.weight_plan import whole_blocks
 
 _F32 = NDArray[np.float32]
 _BY_TANH: Final = 0

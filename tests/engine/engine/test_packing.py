@@ -13,7 +13,8 @@ from kvferry.engine.files.pages import drop_pages
 from kvferry.engine.files.tensors import StoredRows
 from kvferry.engine.kernels.layout import WEIGHTS_Q4, WEIGHTS_Q8, weight_block_bytes
 from kvferry.engine.kernels.linear import GROUP_ROWS, unpack_row
-from kvferry.engine.packing import aligned_empty, pack_tensor
+from kvferry.engine.memory import aligned_empty
+from kvferry.engine.packing import pack_rows
 
 N_ROWS, N_COLS = 70, 80  # neither whole units nor whole blocks
 KINDS = [WEIGHTS_Q8, WEIGHTS_Q4]
@@ -29,7 +30,7 @@ def packed(tensor: StoredRows, kind: int) -> np.ndarray:
     shape = (96 // GROUP_ROWS, 3, weight_block_bytes(kind, GROUP_ROWS))
     out = aligned_empty(int(np.prod(shape))).reshape(shape)
     out[:] = 0
-    pack_tensor(tensor, out, kind, as_stored=False)
+    pack_rows(tensor, 0, N_ROWS, out, kind, as_stored=False)
     rows = np.empty((96, 96), np.float32)
     for i, row in enumerate(rows):
         unpack_row(kind, out.ctypes.data, 3, i, row.ctypes.data)

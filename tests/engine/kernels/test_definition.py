@@ -20,7 +20,8 @@ from kvferry.engine.kernels.layout import (
     weight_block_bytes,
 )
 from kvferry.engine.kernels.linear import GROUP_ROWS, UNIT_ROWS, linear, unpack_row
-from kvferry.engine.packing import aligned_empty, pack_tensor
+from kvferry.engine.memory import aligned_empty
+from kvferry.engine.packing import pack_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerformanceWarning")
 KINDS = {"q4_1": WEIGHTS_Q4, "q4_0": WEIGHTS_Q4, "q8_0": WEIGHTS_Q8}
@@ -128,7 +129,7 @@ def packed(tensor: StoredRows) -> NDArray[np.uint8]:
     n_groups = -(-n_rows // UNIT_ROWS) * UNIT_ROWS // GROUP_ROWS
     shape = (n_groups, n_cols // 32, weight_block_bytes(KINDS[tensor.kind], GROUP_ROWS))
     out = aligned_empty(int(np.prod(shape))).reshape(shape)
-    pack_tensor(tensor, out, KINDS[tensor.kind], as_stored=True)
+    pack_rows(tensor, 0, tensor.shape[0], out, KINDS[tensor.kind], as_stored=True)
     return out
 
 
