@@ -1,7 +1,9 @@
-"""Choosing the next token: a pure function of (logits, tokens so far, settings, position).
+"""Choosing the next token: a pure function of (logits, tokens so far, settings, position, what is allowed).
 
 The definition, to the last bit:
 
+0. *Mask.* Where the answer has to be of some form, every token that its form does not allow has the logit -inf from
+here on: it is no candidate.
 1. *Penalty.* Each token that occurs in the last ``repetition_window`` tokens has its logit divided by
    ``repetition_penalty`` if it is above 0, else multiplied by it; once, however often it occurs (float64 arithmetic,
    rounded to float32).
@@ -16,7 +18,7 @@ ids stay.
 token's absolute index in the sequence. The chosen token is the first, by id, at which the running sum of the kept
 weights exceeds floor(u x their total).
 
-A NaN counts as -inf. Log-probabilities are those of the *raw* logits: before penalty, temperature and filters.
+A NaN counts as -inf. Log-probabilities are those of the *raw* logits: before mask, penalty, temperature and filters.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from numpy.typing import NDArray
 
 from kvferry.engine.errors import EngineError
 from kvferry.engine.kernels.compile_cache import compile_cache
-from kvferry.engine.kernels.sampling import argmax, draw, log_total, penalise, top_ids
+from kvferry.engine.kernels.sampling import argmax, draw, keep_allowed, log_total, penalise, top_ids
 from kvferry.engine.sampling_settings import SamplingSettings
 
 __all__ = ["SampledToken", "SamplingSettings", "sample", "warm_up"]
@@ -65,16 +67,19 @@ def sample(
     tokens_so_far: Sequence[int] | NDArray[np.int32],
     settings: SamplingSettings,
     position: int,
+    mask: NDArray[np.uint32] | None = None,
 ) -> SampledToken:
     """Choose the token at index ``position`` of a sequence.
 
     ``logits``: float32 [vocab], contiguous, not changed. ``tokens_so_far``: the sequence before ``position``; only its
-    last ``repetition_window`` tokens are looked at. ``settings`` must be valid. May be called from any thread, and
-    releases the interpreter lock.
+    last ``repetition_window`` tokens are looked at. ``settings`` must be valid. ``mask``: one bit for each token that
+    may be chosen, uint32 [words], lowest bit first; None: all may. May be called from any thread, and releases the
+    interpreter lock.
 
-    Raises EngineError when no logit is finite, which only a damaged model can cause.
+    Raises EngineError when no logit of an allowed token is finite, which only a damaged model can cause.
     """
-    seen = _penalised(logits, tokens_so_far, settings)
+    candidates = logits if mask is None else keep_allowed(logits, mask)
+    seen = _penalised(candidates, tokens_so_far, settings)
     if settings.temperature == 0:
         token_id = int(argmax(seen))
     else:
@@ -107,7 +112,7 @@ def warm_up(vocab_size: int) -> None:
         temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=True, top_logprobs=1
     )
     sample(logits, recent, SamplingSettings(), 0)
-    sample(logits, recent, every_filter, 0)
+    sample(logits, recent, every_filter, 0, np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32))
     compile_cache().publish()
 
 

@@ -23,8 +23,9 @@ from kvferry.engine.engine import Chunk
 from kvferry.engine.errors import EngineError, OutOfKvMemory
 from kvferry.engine.kv_cache import KvPool, KvSequence
 from kvferry.engine.pacing import StepPacer
-from kvferry.engine.sampling import SampledToken, SamplingSettings, sample
+from kvferry.engine.sampling import SampledToken, SamplingSettings
 from kvferry.engine.sharing import PrefixShare
+from kvferry.engine.token_rule import TokenRule, draw_token
 from kvferry.engine.vision.placed import Images
 from kvferry.engine.vision.sight import SeenPrompt
 
@@ -70,6 +71,7 @@ class Job:
     until the job ends. `token_ids` are the prompt's `n_prompt_tokens` and then the answer tokens that exist already;
     `max_tokens` counts those too. Jobs of a higher `priority` go first, and among equals those that arrived earlier, by
     any measure of `arrival`. `seen`: of a sequence with images, with the features of those whose rows are not there.
+    `rule` has been told the answer tokens that exist already.
     """
 
     job_id: str
@@ -82,6 +84,7 @@ class Job:
     priority: int = 0
     arrival: int = 0
     seen: SeenPrompt | None = None
+    rule: TokenRule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,8 +371,8 @@ class Scheduler:
         if running.n_pending_rows > 0:
             return StepOutput(job_id=job.job_id, n_rows=n_rows, n_shared=n_shared)
         try:
-            token = sample(logits[-1], running.tokens[:position], job.sampling, position)
-        except EngineError as error:  # no finite logit: the others are not to blame
+            token = draw_token(logits[-1], running.tokens[:position], job.sampling, job.rule)
+        except EngineError as error:  # no finite logit, or a rule too complex: the others are not to blame
             self._leave(running, self._running)
             return StepOutput(job_id=job.job_id, n_rows=n_rows, n_shared=n_shared, error=error)
         running.tokens[position] = token.token_id

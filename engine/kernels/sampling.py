@@ -55,6 +55,22 @@ def argmax(logits: Any) -> Any:
 
 
 @kernel
+def keep_allowed(logits: Any, mask: Any) -> Any:
+    """A copy of the logits in which tokens whose bit in `mask` (uint32 [words], lowest bit first) is 0 are -inf.
+
+    So are those beyond the mask.
+    """
+    out = np.full(logits.size, np.float32(-np.inf))
+    for word in range(min(mask.size, (logits.size + 31) // 32)):
+        bits = mask[word]
+        if bits != 0:
+            for i in range(word * 32, min(word * 32 + 32, logits.size)):
+                if (bits >> np.uint32(i & 31)) & np.uint32(1):
+                    out[i] = logits[i]
+    return out
+
+
+@kernel
 def penalise(logits: Any, recent: Any, penalty: Any) -> Any:
     """A copy of the logits in which each token that occurs in `recent` was made less likely, once."""
     out = logits.copy()

@@ -9,12 +9,14 @@ from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvferry.engine.engine import Engine, EngineOptions
-from kvferry.engine.errors import OutOfKvMemory
+from kvferry.engine.errors import EngineError, OutOfKvMemory
 from kvferry.engine.kv_cache import KvSequence
 from kvferry.engine.sampling import SamplingSettings
 from kvferry.engine.scheduler import Job, Room, Scheduler, StepOutput, plan_rows
@@ -164,6 +166,45 @@ def test_a_job_goes_on_from_rows_and_tokens_that_exist(engine: Engine, prompts: 
 
 
 # --- ends
+
+
+class EveryNth:
+    """A rule: the i-th token of the answer is a multiple of n + i."""
+
+    def __init__(self, n: int, vocab_size: int) -> None:
+        self._n, self._vocab_size = n, vocab_size
+        self.accepted: list[int] = []
+
+    def mask(self) -> NDArray[np.uint32]:
+        allowed = np.arange(-(-self._vocab_size // 32) * 32) % (self._n + len(self.accepted)) == 0
+        return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+    def accept(self, token_id: int) -> None:
+        self.accepted.append(token_id)
+        if len(self.accepted) > 6:
+            raise EngineError("it is too much for the rule")
+
+
+def test_a_job_keeps_to_its_rule_beside_jobs_without_one(engine: Engine, prompts: list[list[int]]) -> None:
+    rules = [EveryNth(n, engine.config.vocab_size) for n in (100, 7)]
+    free = make_job(engine, prompts[0], max_tokens=6)
+    alone = tokens_of(run(Scheduler(engine), make_job(engine, prompts[0], max_tokens=6)).popitem()[1])
+    jobs = [make_job(engine, prompts[0], max_tokens=6, rule=rule) for rule in rules]
+    outputs = run(Scheduler(engine), jobs[0], free, jobs[1])
+    for job, rule, n in zip(jobs, rules, (100, 7), strict=True):
+        tokens = tokens_of(outputs[job.job_id])
+        assert tokens == rule.accepted
+        assert [token % (n + i) for i, token in enumerate(tokens)] == [0] * 6
+    assert tokens_of(outputs[free.job_id]) == alone
+
+
+def test_a_rule_that_gives_up_ends_its_job_alone(engine: Engine, prompts: list[list[int]]) -> None:
+    free = make_job(engine, prompts[1], max_tokens=10)
+    strict = make_job(engine, prompts[0], max_tokens=10, rule=EveryNth(3, engine.config.vocab_size))
+    outputs = run(Scheduler(engine), strict, free)
+    assert str(outputs[strict.job_id][-1].error) == "it is too much for the rule"
+    assert len(tokens_of(outputs[strict.job_id])) == 6
+    assert outputs[free.job_id][-1].finish == "length"
 
 
 def test_a_job_ends_at_its_end_token_or_its_length(engine: Engine, prompts: list[list[int]]) -> None:

@@ -109,6 +109,45 @@ def test_the_fast_way_and_the_slow_way_choose_the_same_token(
     assert np.array_equal(logits.view(np.int32), before.view(np.int32)), "the logits are not changed"
 
 
+def bits(allowed: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    words = np.zeros(-(-len(allowed) // 32) * 4, np.uint8)
+    packed = np.packbits(allowed, bitorder="little")
+    words[: len(packed)] = packed
+    return words.view(np.uint32)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    n=st.sampled_from([1, 31, 32, 33, 200, 3000]),
+    kind=st.sampled_from(["plain", "ties", "flat"]),
+    share=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    chosen=SETTINGS,
+    tokens=st.lists(st.integers(0, 250), max_size=80),
+)
+def test_a_token_outside_the_mask_is_no_candidate(
+    seed: int, n: int, kind: str, share: float, chosen: SamplingSettings, tokens: list[int]
+) -> None:
+    """Whatever the settings: the token is that of logits in which only the allowed ones are left."""
+    generator = np.random.default_rng(seed)
+    logits = random_logits(seed, n, kind)
+    allowed = generator.random(n) < share
+    allowed[generator.integers(n)] = True
+    before = logits.copy()
+    token = sample(logits, tokens, chosen, 7, bits(allowed)).token_id
+    assert token == twin_token(np.where(allowed, logits, np.float32(-np.inf)), tokens, chosen, 7)
+    assert allowed[token]
+    assert np.array_equal(logits.view(np.int32), before.view(np.int32)), "the logits are not changed"
+
+
+def test_a_mask_that_is_shorter_than_the_vocabulary_allows_nothing_beyond_itself() -> None:
+    logits = np.arange(100, dtype=np.float32)
+    mask = bits(np.ones(64, np.bool_))
+    assert sample(logits, [], SamplingSettings(), 0, mask).token_id == 63
+    with pytest.raises(EngineError, match="no finite logit"):
+        sample(logits, [], SamplingSettings(), 0, bits(np.zeros(64, np.bool_)))
+
+
 def test_the_same_on_a_real_vocabulary_and_with_the_history_as_an_array() -> None:
     for kind in ("plain", "ties"):
         logits = random_logits(5, 49152, kind)
@@ -190,6 +229,11 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
     best = sorted(range(2000), key=lambda i: (-logits[i], i))[:20]
     assert [token_id for token_id, _ in token.top] == best
     assert [logprob for _, logprob in token.top] == pytest.approx(exact[best].tolist(), abs=1e-6)
+    allowed = np.zeros(2000, np.bool_)
+    allowed[best[1]] = True
+    only = sample(logits, list(range(10)), chosen, 3, bits(allowed))
+    assert only.token_id == best[1], "the one that is left"
+    assert only.logprob == pytest.approx(exact[best[1]], abs=1e-6), "as likely as it was among all"
 
 
 def test_log_probabilities_come_only_when_asked_for() -> None:
