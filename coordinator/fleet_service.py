@@ -25,11 +25,12 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     generation: int
     model_name: str
     tokenizer_digest: str
+    _told_of_store: set[str] = dataclasses.field(default_factory=set)  # boots that were warned about
 
     @unary
     async def Register(self, request: fleet_pb2.RegisterRequest, context: Context) -> fleet_pb2.RegisterResponse:
         self._check(request)
-        replaced = self.fleet.register(node_of(request))
+        replaced = self.fleet.register(node_of(request, self.snapshots.which_store()))
         g = request.geometry
         geometry = KvGeometry(g.n_layers, g.n_kv_heads, g.head_dim, g.block_size)
         self.snapshots.watch(request.fingerprint, geometry, request.vocabulary_size)
@@ -46,10 +47,15 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     @unary
     async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Context) -> fleet_pb2.HeartbeatResponse:
-        resident = resident_of(request.resident)
-        known = self.fleet.heartbeat(
-            request.node_id, request.boot_id, load_of(request.load), resident, draining=request.draining
-        )
+        resident, load = resident_of(request.resident), load_of(request.load, self.snapshots.which_store())
+        known = self.fleet.heartbeat(request.node_id, request.boot_id, load, resident, draining=request.draining)
+        if known and load.other_store and request.boot_id not in self._told_of_store:
+            self._told_of_store.add(request.boot_id)
+            logger.warning(
+                "node %s saves to another store than the one this coordinator looks at: what it saves can be resumed "
+                "only by nodes with the same --store; give all the same folder",
+                request.node_id,
+            )
         if known:
             for snapshot in request.published:
                 self.snapshots.announce(snapshot.fingerprint, [snapshot.name])

@@ -55,6 +55,8 @@ class Load:
     decode_tokens_per_second: float = 0.0
     restore_bytes_per_second: float = 0.0
     store_ok: bool = True
+    # It saves to another store than ours, so it cannot restore what ours has.
+    other_store: bool = False
     # Since the engine last finished a step while it had work; 0 when idle.
     stalled_seconds: float = 0.0
 
@@ -73,6 +75,7 @@ class Node:
     max_running: int = 0
     n_threads: int = 0
     kernel_path: str = ""
+    pid: int = 0
     # Of one token's K and V in all layers.
     bytes_per_row: int = 0
     load: Load = Load()

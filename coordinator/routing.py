@@ -244,7 +244,8 @@ def n_resident(view: View, request: RouteRequest, member: Member) -> int:
 
 def n_stored(view: View, member: Member) -> int:
     """Tokens that this node could restore from the store."""
-    return view.n_stored.get(member.node.fingerprint, 0) if member.node.load.store_ok else 0
+    load = member.node.load
+    return view.n_stored.get(member.node.fingerprint, 0) if load.store_ok and not load.other_store else 0
 
 
 def load_of(view: View, member: Member) -> int:

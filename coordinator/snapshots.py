@@ -20,7 +20,9 @@ import numpy as np
 from kvferry.coordinator.errors import StorePathInvalid
 from kvferry.coordinator.registry import TokenArray
 from kvferry.store.errors import StoreError
+from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry
+from kvferry.store.identity import read_store_id
 from kvferry.store.snapshot_store import SnapshotStore
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,9 @@ class StoredPrefixes(Protocol):
 class SnapshotNews(Protocol):
     """What nodes tell about a store."""
 
+    def which_store(self) -> str:
+        """The id of the store that is looked at; empty while that is not known."""
+
     def watch(self, fingerprint: str, geometry: KvGeometry, vocab_size: int) -> None:
         """A node with this fingerprint is in the fleet."""
 
@@ -77,6 +82,8 @@ class SnapshotView:
         self._sizes: dict[str, dict[str, int]] = {}  # fingerprint → name → bytes, of files in the index
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_JOBS)
         self._thread: threading.Thread | None = None
+        self._store_id = ""
+        self._identifying = False
 
     def start(self) -> None:
         if self._root is not None:
@@ -104,6 +111,13 @@ class SnapshotView:
         if (store := self._stores.get(fingerprint)) is not None:
             for name in names:
                 self._submit(partial(self._take_in, fingerprint, store, name))
+
+    def which_store(self) -> str:
+        """The id of the store that is looked at; empty until the thread has found one, which it then tries to."""
+        if self._root is not None and not self._store_id and not self._identifying:
+            self._identifying = True
+            self._submit(self._identify)
+        return self._store_id
 
     def longest_prefixes(self, token_ids: Sequence[int] | TokenArray) -> dict[str, int]:
         """fingerprint → leading tokens that the store holds rows of; of n tokens at most n - 1 are of use."""
@@ -137,6 +151,14 @@ class SnapshotView:
             if job is None:
                 return
             job()
+
+    def _identify(self) -> None:
+        try:
+            if self._root is not None:
+                self._store_id = read_store_id(PosixFileSystem(), self._root)
+        except StoreError as e:
+            logger.warning("the snapshot store cannot be read, routing goes on without news of it: %s", e)
+        self._identifying = False
 
     def _refresh(self, fingerprint: str, store: SnapshotStore) -> None:
         try:

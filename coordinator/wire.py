@@ -116,10 +116,13 @@ def node_message(member: Member) -> chat_pb2.NodeInfo:
         store_ok=load.store_ok,
         n_threads=node.n_threads,
         tokens_generated=load.tokens_generated,
+        other_store=load.other_store,
+        pid=node.pid,
     )
 
 
-def node_of(request: fleet_pb2.RegisterRequest) -> Node:
+def node_of(request: fleet_pb2.RegisterRequest, store_id: str) -> Node:
+    """``store_id``: of the store we look at; empty while it is not known."""
     return Node(
         node_id=request.node_id,
         boot_id=request.boot_id,
@@ -130,18 +133,19 @@ def node_of(request: fleet_pb2.RegisterRequest) -> Node:
         max_running=request.max_running,
         n_threads=request.n_threads,
         kernel_path=request.kernel_path,
-        bytes_per_row=bytes_per_row(request.geometry),
-        load=load_of(request.load),
+        pid=request.pid,
+        bytes_per_row=request.bytes_per_row or _f32_bytes_per_row(request.geometry),
+        load=load_of(request.load, store_id),
         resident=resident_of(request.resident),
     )
 
 
-def bytes_per_row(geometry: common_pb2.KvGeometry) -> int:
-    """Of one token's float32 K and V in all layers."""
+def _f32_bytes_per_row(geometry: common_pb2.KvGeometry) -> int:
+    """For nodes of a version that does not say it."""
     return geometry.n_layers * geometry.n_kv_heads * geometry.head_dim * 2 * 4
 
 
-def load_of(load: worker_pb2.NodeLoad) -> Load:
+def load_of(load: worker_pb2.NodeLoad, store_id: str) -> Load:
     return Load(
         n_running=load.n_running,
         n_queued=load.n_queued,
@@ -152,6 +156,7 @@ def load_of(load: worker_pb2.NodeLoad) -> Load:
         decode_tokens_per_second=load.decode_tokens_per_second,
         restore_bytes_per_second=load.restore_bytes_per_second,
         store_ok=load.store_ok,
+        other_store=bool(store_id and load.store_id and load.store_id != store_id),
         stalled_seconds=load.stalled_seconds,
     )
 

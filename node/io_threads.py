@@ -123,6 +123,7 @@ class IoThreads:
         self._passing: list[StoreError] = []  # what stood in the way of opening, and may pass
         self._read_error = NOT_OPEN
         self._write_error = NOT_OPEN
+        self.store_id = ""  # until the store has told
         self._is_full = False  # what only a save that fits can disprove
         self._reads: IoLane[RestoreRequest] = IoLane(
             "kvferry-io-read",
@@ -215,6 +216,7 @@ class IoThreads:
         with self._writes.working("looking whether it can be written to"):
             try:
                 self._store.reap()  # writes, and makes the directory again should it be gone
+                self.store_id = self._store.identify()
                 self._store.refresh()
                 self._write_error = self._write_error if self._is_full else ""
             except StoreError as error:
@@ -307,12 +309,11 @@ class IoThreads:
         except BaseException:
             sequence.release()
             raise
-        geometry = store.geometry
         return RestoreDone(
             request=request,
             sequence=sequence,
             snapshot=match.name,
-            n_bytes=n_rows * geometry.n_layers * geometry.kv_dim * 8,
+            n_bytes=n_rows * store.bytes_per_row,
             seconds=time.monotonic() - started_at,
         )
 

@@ -29,7 +29,7 @@ from kvferry.node.store_path import check_store_path
 from kvferry.proto.v1 import common_pb2
 from kvferry.store.errors import StoreError
 from kvferry.store.geometry import KvGeometry
-from kvferry.store.payload import Kind
+from kvferry.store.payload import Kind, row_bytes
 from kvferry.store.snapshot_store import SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -76,19 +76,23 @@ def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
     """The store of this engine's fingerprint; its first call may raise StoreError or hang."""
     if config.store is None:
         raise ValueError("there is no store to open")
-    geometry = engine.geometry
     return SnapshotStore(
         root=config.store,
         fingerprint=engine.fingerprint,
-        geometry=KvGeometry(geometry.n_layers, geometry.n_kv_heads, geometry.head_dim, geometry.block_size),
+        geometry=_stored_geometry(engine),
         vocab_size=engine.config.vocab_size,
         max_bytes=int(config.store_max_bytes),
         max_files=config.store_max_files,
         node_id=config.node_id,
         version=config.store_version,
-        kind=Kind[geometry.kind.name],
+        kind=Kind[engine.geometry.kind.name],
         write_bytes_per_hour=None if config.store_write_per_hour is None else int(config.store_write_per_hour),
     )
+
+
+def _stored_geometry(engine: Engine) -> KvGeometry:
+    geometry = engine.geometry
+    return KvGeometry(geometry.n_layers, geometry.n_kv_heads, geometry.head_dim, geometry.block_size)
 
 
 def _start(io: IoThreads) -> None:
@@ -156,4 +160,5 @@ def _identity(config: NodeConfig, engine: Engine, text: TextModel, boot_id: str,
             head_dim=geometry.head_dim,
             block_size=geometry.block_size,
         ),
+        bytes_per_row=geometry.n_layers * row_bytes(Kind[geometry.kind.name], _stored_geometry(engine)),
     )

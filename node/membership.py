@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -160,6 +161,8 @@ class Membership:
             load=serving.load(now),
             resident=resident_messages(serving.engine.view),
             vocabulary_size=identity.model_config.vocab_size,
+            bytes_per_row=identity.bytes_per_row,
+            pid=os.getpid(),
         )
 
     async def _watch_lease(self) -> None:

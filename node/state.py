@@ -34,6 +34,7 @@ class Identity:
     n_threads: int
     context_length: int
     geometry: common_pb2.KvGeometry
+    bytes_per_row: int  # of one token's K and V in all layers, as the cache holds them
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,7 +52,8 @@ class Serving:
 
     def load(self, now: float) -> worker_pb2.NodeLoad:
         """The load at this moment."""
-        return load_message(self.engine.view, self.engine.core.totals, self.store_error(), now)
+        store_id = "" if self.io is None else self.io.store_id
+        return load_message(self.engine.view, self.engine.core.totals, self.store_error(), store_id, now)
 
 
 @dataclass(slots=True, kw_only=True)

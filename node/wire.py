@@ -145,7 +145,7 @@ def process_message(lag: LagSummary, n_tasks: int, n_open_turns: int) -> worker_
     )
 
 
-def load_message(view: NodeView, totals: Totals, store_error: str, now: float) -> worker_pb2.NodeLoad:
+def load_message(view: NodeView, totals: Totals, store_error: str, store_id: str, now: float) -> worker_pb2.NodeLoad:
     """What a node tells about its work; `now` in monotonic seconds."""
     return worker_pb2.NodeLoad(
         n_running=view.n_running,
@@ -164,4 +164,5 @@ def load_message(view: NodeView, totals: Totals, store_error: str, now: float) -
         snapshots_published=totals.snapshots_published,
         snapshots_failed=totals.snapshots_failed,
         snapshots_refused=totals.snapshots_refused,
+        store_id=store_id,
     )

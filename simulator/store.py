@@ -64,6 +64,9 @@ class StoreView:
         for name in self._store.index:
             self._known.add(name, self._store.index.token_ids(name))
 
+    def which_store(self) -> str:
+        return "the only one"
+
     def watch(self, fingerprint: str, geometry: KvGeometry, vocab_size: int) -> None:
         del geometry, vocab_size
         if fingerprint not in self._fingerprints:

@@ -23,6 +23,7 @@ from kvferry.store.errors import SnapshotRejected, StoreMisuse
 from kvferry.store.evictor import Evictor
 from kvferry.store.fs import FileSystem, PosixFileSystem
 from kvferry.store.geometry import KvGeometry, RowSink, RowSource, TokenIds
+from kvferry.store.identity import ensure_store_id
 from kvferry.store.payload import Kind
 from kvferry.store.payload import row_bytes as row_bytes_of
 from kvferry.store.seals import PlainSeal, Seal
@@ -127,6 +128,8 @@ class SnapshotStore:
         self.geometry = geometry
         self.vocab_size = vocab_size
         self.budget = Budget(max_bytes, max_files)
+        self._root = root
+        self._unique = unique
         self._read_only = read_only
         self._trusted_uids = trusted_uids
         self._trash_grace_s = trash_grace_s
@@ -182,6 +185,11 @@ class SnapshotStore:
         """The directory."""
         return self._directory.path
 
+    @property
+    def bytes_per_row(self) -> int:
+        """Of one token's K and V in all layers, as they are stored."""
+        return self.geometry.n_layers * row_bytes_of(self._segments.kind, self.geometry)
+
     # --- at start, and from time to time
 
     def reap(self) -> ReapReport:
@@ -195,6 +203,12 @@ class SnapshotStore:
         if report != ReapReport():
             _log.info("reaped in %s: %s", self.path, report)
         return report
+
+    def identify(self) -> str:
+        """The id of the store that ROOT is, made when there is none (identity.py). Raises StoreUnavailable,
+        StoreFull, StoreMisuse."""
+        self._must_write("identify")
+        return ensure_store_id(self._fs, self._root, self._unique)
 
     def refresh(self) -> RefreshReport:
         """Takes in what other nodes published and forgets what is gone. Raises StoreUnavailable."""
@@ -263,8 +277,7 @@ class SnapshotStore:
         except Exception:
             self._count(n_failed_restores=1)
             raise
-        row_bytes = vlkv.ID_BYTES + self.geometry.n_layers * row_bytes_of(self._segments.kind, self.geometry)
-        self._count(n_restored=1, bytes_read=n_good * row_bytes)
+        self._count(n_restored=1, bytes_read=n_good * (vlkv.ID_BYTES + self.bytes_per_row))
         return n_good
 
     def logits(self, match: Match) -> NDArray[np.float32] | None:

@@ -59,18 +59,31 @@ def status(coordinator: str, as_json: bool) -> None:
 
 
 def _print_nodes(found: Sequence[NodeInfo]) -> None:
-    columns = ["node", "state", "address", "#running", "#queued", "#sessions", "KV", "kernels", "store", "#heard"]
+    columns = [
+        "node",
+        "state",
+        "address",
+        "#pid",
+        "#running",
+        "#queued",
+        "#sessions",
+        "KV",
+        "kernels",
+        "store",
+        "#heard",
+    ]
     rows = [
         [
             node.node_id,
             node.state.value,
             node.address,
+            str(node.pid) if node.pid else "?",
             str(node.n_running),
             str(node.n_queued),
             str(node.n_resident_sessions),
             f"{bytes_text(node.kv_bytes_used)} of {bytes_text(node.kv_bytes_budget)}",
             f"{node.kernel_path} x {node.n_threads}",
-            "ok" if node.store_ok else "failing",
+            "another" if node.other_store else "ok" if node.store_ok else "failing",
             f"{node.seconds_since_heartbeat:.1f} s ago",
         ]
         for node in found

@@ -128,6 +128,9 @@ class NodeInfo:
     store_ok: bool
     n_threads: int
     tokens_generated: int
+    # It saves to another store than the coordinator looks at.
+    other_store: bool
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)

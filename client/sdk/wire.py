@@ -300,6 +300,8 @@ def node_of(message: chat_pb2.NodeInfo) -> NodeInfo:
         store_ok=message.store_ok,
         n_threads=message.n_threads,
         tokens_generated=message.tokens_generated,
+        other_store=message.other_store,
+        pid=message.pid,
     )
 
 

@@ -1224,6 +1224,8 @@ class NodeInfo(_message.Message):
     N_THREADS_FIELD_NUMBER: _builtins.int
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
     SEES_IMAGES_FIELD_NUMBER: _builtins.int
+    OTHER_STORE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     address: _builtins.str
     state: Global___NodeState.ValueType
@@ -1243,6 +1245,9 @@ class NodeInfo(_message.Message):
     tokens_generated: _builtins.int
     sees_images: _builtins.bool
     """It takes turns with images."""
+    other_store: _builtins.bool
+    """It saves to another store than the coordinator looks at: others cannot resume what it saved."""
+    pid: _builtins.int
     def __init__(
         self,
         *,
@@ -1264,10 +1269,12 @@ class NodeInfo(_message.Message):
         n_threads: _builtins.int = ...,
         tokens_generated: _builtins.int = ...,
         sees_images: _builtins.bool = ...,
+        other_store: _builtins.bool = ...,
+        pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_tokens_per_second", b"decode_tokens_per_second", "fingerprint", b"fingerprint", "kernel_path", b"kernel_path", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "model", b"model", "n_queued", b"n_queued", "n_resident_sessions", b"n_resident_sessions", "n_running", b"n_running", "n_threads", b"n_threads", "node_id", b"node_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "seconds_since_heartbeat", b"seconds_since_heartbeat", "sees_images", b"sees_images", "state", b"state", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_tokens_per_second", b"decode_tokens_per_second", "fingerprint", b"fingerprint", "kernel_path", b"kernel_path", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "model", b"model", "n_queued", b"n_queued", "n_resident_sessions", b"n_resident_sessions", "n_running", b"n_running", "n_threads", b"n_threads", "node_id", b"node_id", "other_store", b"other_store", "pid", b"pid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "seconds_since_heartbeat", b"seconds_since_heartbeat", "sees_images", b"sees_images", "state", b"state", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

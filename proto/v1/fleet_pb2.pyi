@@ -40,6 +40,8 @@ class RegisterRequest(_message.Message):
     RESIDENT_FIELD_NUMBER: _builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     SEES_IMAGES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_ROW_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     boot_id: _builtins.str
     """Differs for every start of the process."""
@@ -56,6 +58,10 @@ class RegisterRequest(_message.Message):
     vocabulary_size: _builtins.int
     sees_images: _builtins.bool
     """The node has the model's vision tower."""
+    bytes_per_row: _builtins.int
+    """Of one token's K and V in all layers, as the cache and the store hold them."""
+    pid: _builtins.int
+    """Of the process, for a person who looks for it on its host."""
     @_builtins.property
     def geometry(self) -> _common_pb2.KvGeometry: ...
     @_builtins.property
@@ -81,10 +87,12 @@ class RegisterRequest(_message.Message):
         resident: _abc.Iterable[_worker_pb2.ResidentSession] | None = ...,
         vocabulary_size: _builtins.int = ...,
         sees_images: _builtins.bool = ...,
+        bytes_per_row: _builtins.int = ...,
+        pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "context_length", b"context_length", "fingerprint", b"fingerprint", "geometry", b"geometry", "kernel_path", b"kernel_path", "load", b"load", "max_running", b"max_running", "model", b"model", "n_threads", b"n_threads", "node_id", b"node_id", "resident", b"resident", "sees_images", b"sees_images", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "bytes_per_row", b"bytes_per_row", "context_length", b"context_length", "fingerprint", b"fingerprint", "geometry", b"geometry", "kernel_path", b"kernel_path", "load", b"load", "max_running", b"max_running", "model", b"model", "n_threads", b"n_threads", "node_id", b"node_id", "pid", b"pid", "resident", b"resident", "sees_images", b"sees_images", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

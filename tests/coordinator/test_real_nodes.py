@@ -6,9 +6,9 @@ import os
 import signal
 from pathlib import Path
 
-from cluster_kit import Client, Processes, all_of, ids_of, take_tokens
+from cluster_kit import Client, Processes, all_of, eventually, ids_of, take_tokens, until
 
-from kvferry.proto.v1 import common_pb2
+from kvferry.proto.v1 import chat_pb2, common_pb2
 
 QUESTION = "Write a short story about a lighthouse keeper and a lost ship."
 SAMPLING = common_pb2.SamplingSettings(temperature=0.8, seed=11)
@@ -36,5 +36,28 @@ async def test_an_answer_goes_on_bit_for_bit_when_its_board_dies(processes: Proc
         follow_up = await all_of(client.generate(session, "And then?", max_tokens=8))
         placed = next(e.placed for e in follow_up if e.HasField("placed"))
         assert placed.prefix.n_resident > len(answer)  # the node that took over holds the conversation
+    finally:
+        await client.channel.close()
+
+
+async def test_a_node_with_another_store_is_noticed_and_told_of(processes: Processes, tmp_path: Path) -> None:
+    _, address = processes.coordinator("127.0.0.1:0", "--store", str(tmp_path / "store"))
+    same = processes.node("a", address, tmp_path / "store")
+    processes.node("b", address, tmp_path / "elsewhere")
+    client = Client(address)
+    try:
+        await client.until_nodes(2, patience_s=120)
+
+        async def seen() -> dict[str, chat_pb2.NodeInfo]:
+            nodes = (await client.stub.ListNodes(chat_pb2.ListNodesRequest())).nodes
+            return {node.node_id: node for node in nodes}
+
+        async def told() -> bool:
+            return (await seen())["b"].other_store
+
+        await until(told)
+        assert not (await seen())["a"].other_store
+        assert (await seen())["a"].pid == same.pid
+        await eventually(lambda: "node b saves to another store" in processes.logs())
     finally:
         await client.channel.close()
