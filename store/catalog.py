@@ -18,11 +18,11 @@ from kvferry.store.chains import Chains, Segment
 from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreUnavailable
 from kvferry.store.geometry import KvGeometry, TokenIds
-from kvferry.store.lcp_index import LcpIndex
+from kvferry.store.lcp_index import LcpIndex, common_prefix
 from kvferry.store.reader import Identity, open_snapshot
 from kvferry.store.segment_file import SegmentFile, Terms, open_segment
 from kvferry.store.space import Standing
-from kvferry.store.vlkv3 import ContentSpan, identity_ids, name_of_hint, prefix_digest
+from kvferry.store.vlkv3 import ContentSpan, first_difference, identity_ids, name_of_hint, prefix_digest
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class Catalog:
         trusted_uids: frozenset[int] | None,
         terms: Terms,
         versions: Collection[int],
+        placeholder_ids: Collection[int] = (),
     ) -> None:
         self._directory = directory
         self._geometry = geometry
@@ -71,6 +72,7 @@ class Catalog:
         self._trusted_uids = trusted_uids
         self._terms = terms
         self._versions = versions  # of whole files
+        self._placeholder_ids = list(placeholder_ids)
         self._lock = threading.Lock()  # guards the three below; never held during I/O
         self._index = LcpIndex()
         self._chains = Chains(lambda ids, spans: prefix_digest(terms.seal, terms.fingerprint or "", ids, spans))
@@ -95,9 +97,25 @@ class Catalog:
         ids = identity_ids(token_ids, 0, spans)
         with self._lock:
             found = self._index.find(ids)
-        if found is None or found.n_common < min_tokens:
+            n_common = 0 if found is None else self._n_same_content(found.key, ids[: found.n_common], spans)
+        if found is None or n_common < min_tokens:
             return None
-        return Match(found.key, found.n_common, found.n_tokens, np.array(ids[: found.n_common], np.int32))
+        return Match(found.key, n_common, found.n_tokens, np.array(ids[:n_common], np.int32))
+
+    def n_common(self, name: str, token_ids: TokenIds, spans: Sequence[ContentSpan]) -> int:
+        """How many leading tokens a chain shares with these, content and all."""
+        ids = identity_ids(token_ids, 0, spans)
+        with self._lock:
+            if not self._chains.is_linked(name):
+                return 0
+            return self._n_same_content(name, ids[: common_prefix(self._chains.identity(name), ids)], spans)
+
+    def _n_same_content(self, name: str, ids: TokenIds, spans: Sequence[ContentSpan]) -> int:
+        """Of ids that a snapshot has in common with a request, how many mean the same there."""
+        if names.is_segment(name):
+            return first_difference(self._chains.spans(name), spans, len(ids))
+        unknown = np.flatnonzero(np.isin(ids, self._placeholder_ids))  # a whole file does not say what stands there
+        return int(unknown[0]) if len(unknown) else len(ids)
 
     def chain(self, name: str, n_rows: int) -> tuple[tuple[Segment, int], ...]:
         """The segments that the first n_rows lie in, each with the position up to which; none when it is not known."""
@@ -150,11 +168,6 @@ class Catalog:
             if name == segment.name:
                 raise error
             self.refuse(error, name, self._directory.identity(name))
-
-    def identity(self, name: str) -> TokenIds:
-        """All tokens of the chain that ends with a segment, with the content in them; empty when it is not known."""
-        with self._lock:
-            return self._chains.identity(name) if self._chains.is_linked(name) else np.empty(0, np.int32)
 
     def forget(self, name: str) -> None:
         """The snapshot is not there any more. What continued it waits for another chain."""

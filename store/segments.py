@@ -20,7 +20,6 @@ from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import NameTaken, SnapshotGone, SnapshotRejected, StoreError, StoreFull, WriteBudgetSpent
 from kvferry.store.evictor import Evictor
 from kvferry.store.geometry import KvGeometry, TokenIds
-from kvferry.store.lcp_index import common_prefix
 from kvferry.store.payload import F32Rows, Kind, Planes, PlaneSink, PlaneSource, Q8Planes, TileMemory
 from kvferry.store.publish import Outcome, publish
 from kvferry.store.segment_file import BlockDamagedError, Terms, open_segment
@@ -31,7 +30,6 @@ from kvferry.store.vlkv3 import (
     ContentSpan,
     Extent,
     hint_of,
-    identity_ids,
     prefix_digest,
     segment_name,
 )
@@ -89,7 +87,7 @@ class SegmentShelf:
     ) -> Saved:
         """Saves the rows that no stored chain has. Raises as SnapshotStore.publish."""
         for _ in range(_MAX_ROUNDS):
-            chain = self._longest_chain(identity_ids(ids, 0, spans))
+            chain = self._longest_chain(ids, spans)
             start = chain[-1][1] if chain else 0
             if not self._all_there(chain):
                 continue
@@ -202,15 +200,15 @@ class SegmentShelf:
     def _digest(self, ids: TokenIds, spans: Sequence[ContentSpan]) -> bytes:
         return prefix_digest(self.terms.seal, self.fingerprint, ids, spans)
 
-    def _longest_chain(self, identity: TokenIds) -> Sequence[tuple[Segment, int]]:
-        match = self.catalog.find(identity, 1)
+    def _longest_chain(self, ids: TokenIds, spans: Sequence[ContentSpan] = ()) -> Sequence[tuple[Segment, int]]:
+        match = self.catalog.find(ids, 1, spans)
         if match is None:
             return ()
         if names.is_segment(match.name):
             return self.catalog.chain(match.name, match.n_common)
         best: Sequence[tuple[Segment, int]] = ()  # a version 1 file hides the chains behind it
         for leaf in self.catalog.leaves():
-            n_common = common_prefix(self.catalog.identity(leaf), identity)
+            n_common = self.catalog.n_common(leaf, ids, spans)
             if n_common > (best[-1][1] if best else 0):
                 best = self.catalog.chain(leaf, n_common)
         return best
@@ -280,14 +278,14 @@ class SegmentShelf:
                 if self.directory.quarantine(name) is not None:
                     self.on_count(n_quarantined=1)
 
-    def refused_of(self, ids: TokenIds, refused: Mapping[str, str]) -> list[str]:
-        """Names of the refused segments that would have continued a stored prefix of these tokens, without content."""
+    def refused_of(self, ids: TokenIds, refused: Mapping[str, str], spans: Sequence[ContentSpan] = ()) -> list[str]:
+        """Names of the refused segments that would have continued a stored prefix of these tokens."""
         suspects = {name for name in refused if names.is_segment(name)}
         if not suspects:
             return []
-        chain = self._longest_chain(ids)
+        chain = self._longest_chain(ids, spans)
         starts = {0, *(segment.start for segment, _ in chain), *(stop for _, stop in chain)}
-        digests = [self._digest(ids[:end], ()) for end in range(len(ids) + 1)]
+        digests = [self._digest(ids[:end], spans) for end in range(len(ids) + 1)]
         digests[0] = NO_PARENT
         return [
             name

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +112,7 @@ class SnapshotStore:
         seal: Seal | None = None,
         tenant: str | None = None,
         min_growth: int = 1,
+        placeholder_ids: Collection[int] = (),
         write_bytes_per_hour: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,7 +120,8 @@ class SnapshotStore:
         anybody's who can write here.
 
         ``version`` is what is written; both are read. ``kind`` of the rows (None: any, to look only). A ``tenant`` has
-        a directory of its own. A continuation of less than ``min_growth`` tokens is not written. Raises StoreMisuse.
+        a directory of its own. A continuation of less than ``min_growth`` tokens is not written. Whole files are not
+        read beyond one of the ``placeholder_ids``, since they do not say what stood there. Raises StoreMisuse.
         """
         if version == 1 and kind not in {Kind.F32, None}:
             raise StoreMisuse("version 1 holds float32 rows only", op="open store", path=root)
@@ -138,7 +140,7 @@ class SnapshotStore:
         self._directory = StoreDirectory(self._fs, root, folder, node_id, unique)
         terms = Terms(geometry, kind, fingerprint, PlainSeal() if seal is None else seal, vocab_size)
         versions = {Kind.F32: (1,), Kind.Q8: (2,), None: (1, 2)}.get(kind, ())
-        self._catalog = Catalog(self._directory, geometry, vocab_size, trusted_uids, terms, versions)
+        self._catalog = Catalog(self._directory, geometry, vocab_size, trusted_uids, terms, versions, placeholder_ids)
         self._evictor = Evictor(self._directory, self._catalog, self.budget, trash_grace_s)
         self._lock = threading.Lock()  # guards the counts
         self._counts: Counter[str] = Counter()
@@ -334,6 +336,8 @@ class SnapshotStore:
         if self._version == vlkv3.VERSION:
             saved = self._segments.publish(ids, rows, spans, logits)
             return SnapshotInfo(saved.name, saved.end, saved.n_bytes, saved.outcome == "already_there", saved.start)
+        if any(span.start < len(ids) for span in spans):
+            raise StoreMisuse("version 1 cannot say what a picture shows", op="publish", path=self.path)
         whole = self._files.publish(ids, rows)
         self._catalog.add(whole.name, ids)
         return SnapshotInfo(whole.name, len(ids), whole.n_bytes, whole.outcome == "already_there")
@@ -364,10 +368,10 @@ class SnapshotStore:
         """Name and reason of files that were refused; they are left where they are."""
         return self._catalog.refused()
 
-    def refused_of(self, token_ids: ArrayLike) -> dict[str, str]:
+    def refused_of(self, token_ids: ArrayLike, spans: Sequence[ContentSpan] = ()) -> dict[str, str]:
         """Name and reason of refused segments that hold rows of these tokens. 20 us a token when any is refused."""
         refused = self._catalog.refused()
-        found = self._segments.refused_of(np.asarray(token_ids, np.int32), refused)
+        found = self._segments.refused_of(np.asarray(token_ids, np.int32), refused, spans)
         return {name: refused[name] for name in found}
 
     def statistics(self) -> StoreStatistics:

@@ -9,6 +9,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final
 
 import numpy as np
@@ -209,7 +210,7 @@ def identity_ids(ids: TokenIds, start: int, spans: Iterable[ContentSpan]) -> Tok
     """Ids with the content in them, int32: what the index compares. ids[0] stands at position ``start``.
 
     A placeholder's id is replaced by a negative number from the content's digest and its place in it, so two pictures
-    have different ones; the digests themselves are compared before rows are read.
+    have different ones, but for one in two thousand million; ``first_difference`` compares the digests themselves.
     """
     told = list(spans)
     if not told:
@@ -221,6 +222,15 @@ def identity_ids(ids: TokenIds, start: int, spans: Iterable[ContentSpan]) -> Tok
             word = hashlib.sha256(span.digest + (position - span.start).to_bytes(4, "little")).digest()[:4]
             out[position - start] = -1 - (int.from_bytes(word, "little") >> 1)
     return out
+
+
+def first_difference(left: Sequence[ContentSpan], right: Sequence[ContentSpan], n: int) -> int:
+    """The first of n positions at which content begins that only one of them has there; n without one."""
+    for one, other in zip_longest(left, right):
+        start = min(span.start for span in (one, other) if span is not None)
+        if one != other or start >= n:
+            return min(start, n)
+    return n
 
 
 def spans_data(spans: Sequence[ContentSpan]) -> bytes:
