@@ -22,7 +22,7 @@ from kvferry.engine.kernels.attention import TILE_ROWS, tile_tokens
 from kvferry.engine.kernels.forward import PHASES_PER_LAYER, PRIVATE_ROWS, run_steps
 from kvferry.engine.kernels.intrinsics import ISA
 from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, activation_row_bytes
-from kvferry.engine.kernels.linear import UNIT_ROWS
+from kvferry.engine.kernels.linear import UNIT_ROWS, with_kernels
 from kvferry.engine.kernels.version import NUMERICS_VERSION
 from kvferry.engine.kv_cache import KvGeometry, KvKind, KvPool, KvSequence
 from kvferry.engine.memory import aligned_empty, huge_empty
@@ -96,7 +96,7 @@ class Engine:
         self._file = file
         self._workspace = _Workspace(config, options, self.pool)
         self._step: NDArray[Any] = np.zeros(1, records.STEP)
-        self._records = (packed.model, packed.layers, self._workspace.record, self._step)
+        self._records = (with_kernels(packed.model), with_kernels(packed.layers), self._workspace.record, self._step)
         self._workers = WorkerThreads(
             options.n_threads,
             lambda thread, seen: int(run_steps(*self._records, thread, options.n_threads, seen)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from llvmlite import ir
 from numba import extending, types
 
 from kvferry.engine.kernels import attention_ir, kv_ir, linear_ir, sync_ir, vector_ir, vision_ir
@@ -18,6 +19,7 @@ ISA: Final = host_instruction_set()
 
 # A decorated function is called without its first parameter, which numba's own annotation does not know.
 intrinsic: Final[Any] = extending.intrinsic
+shaped_intrinsic: Final[Any] = extending.intrinsic(prefer_literal=True)  # with arguments that must be constants
 
 _INT: Final = types.int64
 _FLOAT: Final = types.float32
@@ -34,29 +36,60 @@ def _emit(result: Any, arguments: list[Any], build: Callable[..., Value | None])
     return result(*arguments), generate
 
 
-def make_linear_tile(kind: int, n_tokens: int, n_groups: int, prefetch_bytes: int = 0) -> Any:
-    """The linear tile of linear_ir.py for one shape."""
-    shape = linear_ir.LinearTile(kind, n_tokens, n_groups, prefetch_bytes)
+@shaped_intrinsic
+def linear_tile(
+    _context: Any,
+    kind: Any,
+    n_tokens: Any,
+    n_groups: Any,
+    prefetch_bytes: Any,
+    weights: Any,
+    group_stride: Any,
+    n_blocks: Any,
+    activations: Any,
+    activation_stride: Any,
+    output: Any,
+    output_stride: Any,
+    output_group_stride: Any,
+    accumulate: Any,
+) -> Any:
+    """The linear tile of linear_ir.py; the first four arguments, which fix its shape, are constants."""
+    shape = [kind, n_tokens, n_groups, prefetch_bytes]
+    tile = linear_ir.LinearTile(*(argument.literal_value for argument in shape))
 
-    @intrinsic
-    def linear_tile(
-        _context: Any,
-        weights: Any,
-        group_stride: Any,
-        n_blocks: Any,
-        activations: Any,
-        activation_stride: Any,
-        output: Any,
-        output_stride: Any,
-        output_group_stride: Any,
-        accumulate: Any,
-    ) -> Any:
-        def build(builder: Builder, *values: Value) -> None:
-            linear_ir.build_linear_tile(builder, ISA, shape, linear_ir.LinearOperands(*values))
+    def build(builder: Builder, *values: Value) -> None:
+        linear_ir.build_linear_tile(builder, ISA, tile, linear_ir.LinearOperands(*values[4:]))
 
-        return _emit(_NOTHING, [_INT] * 9, build)
+    return _emit(_NOTHING, [*shape, *[_INT] * 9], build)
 
-    return linear_tile
+
+def _call(builder: Builder, address: Value, *values: Value) -> None:
+    function = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    builder.call(builder.inttoptr(address, function.as_pointer()), values)
+
+
+@intrinsic
+def call_linear(
+    _context: Any,
+    function: Any,
+    weights: Any,
+    n_blocks: Any,
+    first_unit: Any,
+    n_units: Any,
+    x: Any,
+    x_stride: Any,
+    n_rows: Any,
+    y: Any,
+    y_stride: Any,
+    accumulate: Any,
+) -> Any:
+    """Call what is compiled for one kind of weights (linear.py) by its address; so is the next."""
+    return _emit(_NOTHING, [_INT] * 11, _call)
+
+
+@intrinsic
+def call_unpack_row(_context: Any, function: Any, weights: Any, n_blocks: Any, row: Any, y: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 5, _call)
 
 
 def make_scores(n_rows: int) -> Any:

@@ -23,6 +23,21 @@ def kernel(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function)
 
 
+def callback(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Jitted code that other jitted code calls by ``.address``; compiled, or loaded, when that is first asked for.
+
+    May be defined anew for each value of some integers: they are constants to it, and part of the key it is kept under.
+    """
+
+    cfunc: Any = numba.cfunc  # its annotations do not know of the options that it takes
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        with numba_caching_here():
+            return cfunc(signature, cache=True, boundscheck=False, error_model="numpy")(function)
+
+    return decorate
+
+
 def glue(function: Callable[..., Any]) -> Any:
     """Jitted code that becomes part of its caller before compilation.
 

@@ -23,8 +23,9 @@ from typing import Final
 QUANT_BLOCK: Final = 32  # elements that share a scale, in weights and in activations
 KV_BLOCK: Final = 32  # positions in a KV block; also the step of the online softmax
 
-WEIGHTS_Q4: Final = 0  # kinds of packed weights, as the jitted code knows them
+WEIGHTS_Q4: Final = 0  # kinds of packed weights
 WEIGHTS_Q8: Final = 1
+WEIGHT_KINDS: Final = (WEIGHTS_Q4, WEIGHTS_Q8)
 
 KV_F32: Final = 0  # kinds of KV tiles, as the jitted code knows them
 KV_F16: Final = 1

@@ -1,19 +1,35 @@
-"""Linear layers over packed weights: the tiles of linear_ir.py laid over rows and weight groups."""
+"""Linear layers over packed weights: the tiles of linear_ir.py laid over rows and weight groups.
+
+Each kind of weights has compiled functions of its own, which other jitted code calls by their addresses: a tile is
+compiled once, not again into every function that needs it, and a kind that no model uses costs nothing. What jitted
+code knows of a kind is the address of its *kernels*, three int64, as ``kernels_of`` gives it.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
+from numba import types
+from numpy.typing import NDArray
 
-from kvferry.engine.kernels.intrinsics import ISA, load_byte, load_half, make_linear_tile, store_float
-from kvferry.engine.kernels.jit import kernel
+from kvferry.engine.kernels.intrinsics import (
+    ISA,
+    call_linear,
+    call_unpack_row,
+    linear_tile,
+    load_byte,
+    load_half,
+    load_int,
+    store_float,
+)
+from kvferry.engine.kernels.jit import callback, glue, kernel
 from kvferry.engine.kernels.layout import (
     CACHE_LINE,
     FLOAT_BYTES,
     QUANT_BLOCK,
     WEIGHTS_Q4,
-    WEIGHTS_Q8,
     weight_block_bytes,
 )
 
@@ -22,97 +38,22 @@ GROUP_ROWS: Final = ISA.group_rows
 UNIT_ROWS: Final = QUANT_BLOCK
 UNIT_GROUPS: Final = UNIT_ROWS // GROUP_ROWS
 
-_Q4_BLOCK: Final = weight_block_bytes(WEIGHTS_Q4, GROUP_ROWS)
-_Q8_BLOCK: Final = weight_block_bytes(WEIGHTS_Q8, GROUP_ROWS)
 _MANY: Final = ISA.linear_tokens
 _SIDE: Final = ISA.linear_groups  # weight groups side by side in a tile; divides UNIT_GROUPS
+_SIDE_BYTES: Final = GROUP_ROWS * FLOAT_BYTES  # from one group's outputs to the next's
 _FAR: Final = 4  # weight streams of a single row's product
 _AHEAD: Final = 10 * CACHE_LINE  # and how far ahead each is asked for
 
-_q4_many: Final = make_linear_tile(WEIGHTS_Q4, _MANY, _SIDE)
-_q4_two: Final = make_linear_tile(WEIGHTS_Q4, 2, _SIDE)
-_q4_one: Final = make_linear_tile(WEIGHTS_Q4, 1, _SIDE)
-_q4_far: Final = make_linear_tile(WEIGHTS_Q4, 1, _FAR, _AHEAD)
-_q8_many: Final = make_linear_tile(WEIGHTS_Q8, _MANY, _SIDE)
-_q8_two: Final = make_linear_tile(WEIGHTS_Q8, 2, _SIDE)
-_q8_one: Final = make_linear_tile(WEIGHTS_Q8, 1, _SIDE)
-_q8_far: Final = make_linear_tile(WEIGHTS_Q8, 1, _FAR, _AHEAD)
-
-
-@kernel
-def group_bytes(kind: int, n_blocks: int) -> int:
-    """Bytes of one weight group: ``GROUP_ROWS`` rows of ``n_blocks`` blocks."""
-    return n_blocks * (_Q4_BLOCK if kind == WEIGHTS_Q4 else _Q8_BLOCK)
-
-
-@kernel
-def _near_tile(
-    kind: int, n_rows: int, w: int, n_blocks: int, x: int, x_stride: int, y: int, y_stride: int, accumulate: int
-) -> int:
-    """One tile of neighbouring weight groups; returns how many of the ``n_rows`` rows it did."""
-    stride = group_bytes(kind, n_blocks)
-    side = GROUP_ROWS * FLOAT_BYTES
-    if kind == WEIGHTS_Q4:
-        if n_rows >= _MANY:
-            _q4_many(w, stride, n_blocks, x, x_stride, y, y_stride, side, accumulate)
-            return _MANY
-        if n_rows >= 2:
-            _q4_two(w, stride, n_blocks, x, x_stride, y, y_stride, side, accumulate)
-            return 2
-        _q4_one(w, stride, n_blocks, x, x_stride, y, y_stride, side, accumulate)
-        return 1
-    if n_rows >= _MANY:
-        _q8_many(w, stride, n_blocks, x, x_stride, y, y_stride, side, accumulate)
-        return _MANY
-    if n_rows >= 2:
-        _q8_two(w, stride, n_blocks, x, x_stride, y, y_stride, side, accumulate)
-        return 2
-    _q8_one(w, stride, n_blocks, x, x_stride, y, y_stride, side, accumulate)
-    return 1
-
-
-@kernel
-def _many_rows(
-    kind: int, w: int, n_blocks: int, n_groups: int, x: int, x_stride: int, n_rows: int, y: int, y_stride: int, add: int
-) -> None:
-    """Weights outside, rows inside: a weight group is a few kilobytes and stays in the first cache."""
-    for group in range(0, n_groups, _SIDE):
-        w_group = w + group * group_bytes(kind, n_blocks)
-        y_group = y + group * GROUP_ROWS * FLOAT_BYTES
-        row = 0
-        while row < n_rows:
-            row += _near_tile(
-                kind,
-                n_rows - row,
-                w_group,
-                n_blocks,
-                x + row * x_stride,
-                x_stride,
-                y_group + row * y_stride,
-                y_stride,
-                add,
-            )
-
-
-@kernel
-def _one_row(kind: int, w: int, n_blocks: int, n_groups: int, x: int, y: int, accumulate: int) -> None:
-    """A single row. Its weights are read once, from memory, so four far streams are followed at a time, each for long:
-    the hardware prefetcher needs a run-up on every stream, and a group is only a few kilobytes."""
-    stride = group_bytes(kind, n_blocks)
-    side = GROUP_ROWS * FLOAT_BYTES
-    far = n_groups // (_FAR * _SIDE) * _SIDE
-    for group in range(far):
-        if kind == WEIGHTS_Q4:
-            _q4_far(w + group * stride, far * stride, n_blocks, x, 0, y + group * side, 0, far * side, accumulate)
-        else:
-            _q8_far(w + group * stride, far * stride, n_blocks, x, 0, y + group * side, 0, far * side, accumulate)
-    for group in range(far * _FAR, n_groups, _SIDE):
-        _near_tile(kind, np.int64(1), w + group * stride, n_blocks, x, stride, y + group * side, stride, accumulate)
+_INT: Final = types.int64
+# Where each of these lies in the kernels of a kind.
+_LINEAR: Final = 0
+_UNPACK_ROW: Final = 8
+_BLOCK_BYTES: Final = 16
 
 
 @kernel
 def linear(
-    kind: int,
+    kernels: int,
     weights: int,
     n_blocks: int,
     first_unit: int,
@@ -129,33 +70,122 @@ def linear(
     ``x``: activation rows, ``x_stride`` bytes apart. ``y``: where the first of those outputs goes, float32, rows
     ``y_stride`` bytes apart. ``accumulate``: 1 adds to what is there.
     """
-    w = weights + first_unit * UNIT_GROUPS * group_bytes(kind, n_blocks)
-    if n_rows == 1:
-        _one_row(kind, w, n_blocks, n_units * UNIT_GROUPS, x, y, accumulate)
-    else:
-        _many_rows(kind, w, n_blocks, n_units * UNIT_GROUPS, x, x_stride, n_rows, y, y_stride, accumulate)
+    function = load_int(kernels + _LINEAR)
+    call_linear(function, weights, n_blocks, first_unit, n_units, x, x_stride, n_rows, y, y_stride, accumulate)
 
 
 @kernel
-def unpack_row(kind: int, weights: int, n_blocks: int, row: int, y: int) -> None:
-    """The weights of one row as float32 at ``y``: d * byte, or d * nibble + m. An embedding look-up."""
-    lane = row % GROUP_ROWS
-    block_at = weights + row // GROUP_ROWS * group_bytes(kind, n_blocks)
-    for block in range(n_blocks):
-        for k in range(QUANT_BLOCK):
-            target = y + (block * QUANT_BLOCK + k) * FLOAT_BYTES
-            in_group = 4 * lane + k % 4
-            if kind == WEIGHTS_Q8:
-                byte = load_byte(block_at + k // 4 * 4 * GROUP_ROWS + in_group)
-                if byte > 127:
-                    byte -= 256
-                d = load_half(block_at + QUANT_BLOCK * GROUP_ROWS + 2 * lane)
-                store_float(target, d * np.float32(byte))
-            else:
-                byte = load_byte(block_at + k % 16 // 4 * 4 * GROUP_ROWS + in_group)
-                nibble = byte & 15 if k < 16 else byte >> 4
-                scales = block_at + QUANT_BLOCK // 2 * GROUP_ROWS
-                d = load_half(scales + 2 * lane)
-                m = load_half(scales + 2 * GROUP_ROWS + 2 * lane)
-                store_float(target, d * np.float32(nibble) + m)
-        block_at += _Q8_BLOCK if kind == WEIGHTS_Q8 else _Q4_BLOCK
+def unpack_row(kernels: int, weights: int, n_blocks: int, row: int, y: int) -> None:
+    """The weights of one row as float32 at ``y``: an embedding look-up."""
+    call_unpack_row(load_int(kernels + _UNPACK_ROW), weights, n_blocks, row, y)
+
+
+@kernel
+def group_bytes(kernels: int, n_blocks: int) -> int:
+    """Bytes of one weight group: ``GROUP_ROWS`` rows of ``n_blocks`` blocks."""
+    return n_blocks * load_int(kernels + _BLOCK_BYTES)
+
+
+@cache
+def _compiled(kind: int) -> tuple[NDArray[np.int64], Any, Any]:
+    """The kernels of a kind, and the functions whose addresses they are. Compiled, or loaded, when first asked for."""
+    functions = _make_linear(kind), _make_unpack_row(kind)
+    addresses = [function.address for function in functions]
+    return np.array([*addresses, weight_block_bytes(kind, GROUP_ROWS)], np.int64), *functions
+
+
+def kernels_of(kind: int) -> int:
+    """What jitted code takes for a kind of packed weights; valid as long as the process lives."""
+    return int(_compiled(int(kind))[0].ctypes.data)
+
+
+def with_kernels(record: NDArray[Any]) -> NDArray[Any]:
+    """A copy of model or layer records in which every field ``*_kind`` holds, in place of a kind, its kernels."""
+    bound = record.copy()
+    for field in record.dtype.names or ():
+        if field.endswith("_kind"):
+            bound[field] = [kernels_of(kind) for kind in record[field]]
+    return bound
+
+
+@glue
+def _near_tiles(
+    kind: int, w: int, stride: int, n_blocks: int, x: int, x_stride: int, n_rows: int, y: int, y_stride: int, add: int
+) -> None:
+    """All rows with one tile's neighbouring weight groups, which are a few kilobytes and stay in the first cache."""
+    row = np.int64(0)
+    while row < n_rows:
+        x_row, y_row = x + row * x_stride, y + row * y_stride
+        if n_rows - row >= _MANY:
+            linear_tile(kind, _MANY, _SIDE, 0, w, stride, n_blocks, x_row, x_stride, y_row, y_stride, _SIDE_BYTES, add)
+            row += _MANY
+        elif n_rows - row >= 2:
+            linear_tile(kind, 2, _SIDE, 0, w, stride, n_blocks, x_row, x_stride, y_row, y_stride, _SIDE_BYTES, add)
+            row += 2
+        else:
+            linear_tile(kind, 1, _SIDE, 0, w, stride, n_blocks, x_row, x_stride, y_row, y_stride, _SIDE_BYTES, add)
+            row += 1
+
+
+def _make_linear(kind: int) -> Any:
+    block_bytes = weight_block_bytes(kind, GROUP_ROWS)
+
+    @callback(types.void(*[_INT] * 10))
+    def linear_of_kind(
+        weights: int,
+        n_blocks: int,
+        first_unit: int,
+        n_units: int,
+        x: int,
+        x_stride: int,
+        n_rows: int,
+        y: int,
+        y_stride: int,
+        add: int,
+    ) -> None:
+        """A single row's weights are read once, from memory, so four far streams are followed at a time, each for long:
+        the hardware prefetcher needs a run-up on every stream, and a group is only a few kilobytes."""
+        stride = n_blocks * block_bytes
+        w = weights + first_unit * UNIT_GROUPS * stride
+        n_groups = n_units * UNIT_GROUPS
+        n_far = n_groups // (_FAR * _SIDE) * _SIDE if n_rows == 1 else 0
+        far_stride, far_side = n_far * stride, n_far * _SIDE_BYTES
+        for group in range(n_far):
+            w_group, y_group = w + group * stride, y + group * _SIDE_BYTES
+            linear_tile(kind, 1, _FAR, _AHEAD, w_group, far_stride, n_blocks, x, 0, y_group, 0, far_side, add)
+        for group in range(n_far * _FAR, n_groups, _SIDE):
+            w_group, y_group = w + group * stride, y + group * _SIDE_BYTES
+            _near_tiles(kind, w_group, stride, n_blocks, x, x_stride, n_rows, y_group, y_stride, add)
+
+    return linear_of_kind
+
+
+def _make_unpack_row(kind: int) -> Any:
+    block_bytes = weight_block_bytes(kind, GROUP_ROWS)
+    nibbles = kind == WEIGHTS_Q4
+
+    @callback(types.void(*[_INT] * 4))
+    def unpack_row_of_kind(weights: int, n_blocks: int, row: int, y: int) -> None:
+        """d * byte, or d * nibble + m."""
+        lane = row % GROUP_ROWS
+        block_at = weights + row // GROUP_ROWS * n_blocks * block_bytes
+        for block in range(n_blocks):
+            for k in range(QUANT_BLOCK):
+                target = y + (block * QUANT_BLOCK + k) * FLOAT_BYTES
+                in_group = 4 * lane + k % 4
+                if nibbles:
+                    byte = load_byte(block_at + k % 16 // 4 * 4 * GROUP_ROWS + in_group)
+                    nibble = byte & 15 if k < 16 else byte >> 4
+                    scales = block_at + QUANT_BLOCK // 2 * GROUP_ROWS
+                    d = load_half(scales + 2 * lane)
+                    m = load_half(scales + 2 * GROUP_ROWS + 2 * lane)
+                    store_float(target, d * np.float32(nibble) + m)
+                else:
+                    byte = load_byte(block_at + k // 4 * 4 * GROUP_ROWS + in_group)
+                    if byte > 127:
+                        byte -= 256
+                    d = load_half(block_at + QUANT_BLOCK * GROUP_ROWS + 2 * lane)
+                    store_float(target, d * np.float32(byte))
+            block_at += block_bytes
+
+    return unpack_row_of_kind

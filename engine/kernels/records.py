@@ -1,7 +1,9 @@
 """The plain records that describe a model, its workspace and one step to the jitted code.
 
 Each is a numpy structured array of length 1 (``LAYER``: one per layer), passed as it is: jitted code reads the fields
-by name. ``*_at`` fields are addresses; whoever fills them in keeps the arrays behind them alive.
+by name. ``*_at`` fields are addresses; whoever fills them in keeps the arrays behind them alive. A matrix's ``*_kind``
+is one of the kinds of packed weights (layout.py) where models are packed, and that kind's kernels, which
+``linear.with_kernels`` puts in its place, where jitted code reads it.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def gelu_rows(x: int, n_rows: int, n_blocks: int, by_erf: int) -> None:
 
 @kernel
 def linear_units(
-    kind: int, weights: int, n_blocks: int, first: int, n: int, x: int, x_stride: int, n_rows: int, y: int,
+    kernels: int, weights: int, n_blocks: int, first: int, n: int, x: int, x_stride: int, n_rows: int, y: int,
     y_stride: int, bias: int, accumulate: int,
 ) -> None:  # fmt: skip
     """Units [first, first + n) of 32 outputs of a linear layer and its bias, into (or added to) float rows at ``y``.
@@ -62,7 +62,7 @@ def linear_units(
     The bias is added after the finished sum; where ``accumulate`` is 1 both are added to what is there, the sum first.
     """
     target = y + first * UNIT_ROWS * FLOAT_BYTES
-    linear(kind, weights, n_blocks, first, n, x, x_stride, n_rows, target, y_stride, accumulate)
+    linear(kernels, weights, n_blocks, first, n, x, x_stride, n_rows, target, y_stride, accumulate)
     for row in range(n_rows):
         add_floats(target + row * y_stride, bias + first * UNIT_ROWS * FLOAT_BYTES, n)
 

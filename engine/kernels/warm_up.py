@@ -13,6 +13,8 @@ from numba import types
 
 from kvferry.engine.kernels import forward, packing, records, sync, vision
 from kvferry.engine.kernels.compile_cache import compile_cache
+from kvferry.engine.kernels.layout import WEIGHT_KINDS
+from kvferry.engine.kernels.linear import kernels_of
 
 _INT: Final = types.int64
 
@@ -23,6 +25,8 @@ def compile_all() -> None:
     record_types = [typeof(np.zeros(1, r)) for r in (records.MODEL, records.LAYER, records.WORKSPACE, records.STEP)]
     forward.run_steps.compile((*record_types, _INT, _INT, _INT))
     sync.announce_step.compile((_INT,))
+    for kind in WEIGHT_KINDS:
+        kernels_of(kind)
     source = types.Array(types.uint8, 2, "C", readonly=True)
     rows = types.Array(types.int64, 1, "C")
     packed = types.Array(types.uint8, 3, "C")

@@ -19,7 +19,7 @@ from kvferry.engine.errors import InvalidTokens, UnsupportedArchitecture
 from kvferry.engine.files.model_file import ModelFile
 from kvferry.engine.kernels import vision as kernels
 from kvferry.engine.kernels.layout import KV_BLOCK, QUANT_BLOCK, WEIGHTS_Q8, activation_row_bytes
-from kvferry.engine.kernels.linear import UNIT_ROWS
+from kvferry.engine.kernels.linear import UNIT_ROWS, kernels_of
 from kvferry.engine.memory import aligned_empty
 from kvferry.engine.packing import pack_as_q8
 from kvferry.engine.rope import rope_table
@@ -137,7 +137,7 @@ class _Image:
 
         def share(first: int, stop: int) -> None:
             kernels.linear_units(
-                WEIGHTS_Q8, _at(layer.packed), layer.n_blocks, first, stop - first,
+                kernels_of(WEIGHTS_Q8), _at(layer.packed), layer.n_blocks, first, stop - first,
                 _at(rows), stride, n, _at(y), y.strides[0], _at(layer.bias), 0,
             )  # fmt: skip
 

@@ -12,7 +12,7 @@ from kvferry.engine.files.model_file import map_file
 from kvferry.engine.files.pages import drop_pages
 from kvferry.engine.files.tensors import StoredRows
 from kvferry.engine.kernels.layout import WEIGHTS_Q4, WEIGHTS_Q8, weight_block_bytes
-from kvferry.engine.kernels.linear import GROUP_ROWS, unpack_row
+from kvferry.engine.kernels.linear import GROUP_ROWS, kernels_of, unpack_row
 from kvferry.engine.memory import aligned_empty
 from kvferry.engine.packing import pack_rows
 
@@ -33,7 +33,7 @@ def packed(tensor: StoredRows, kind: int) -> np.ndarray:
     pack_rows(tensor, 0, N_ROWS, out, kind, as_stored=False)
     rows = np.empty((96, 96), np.float32)
     for i, row in enumerate(rows):
-        unpack_row(kind, out.ctypes.data, 3, i, row.ctypes.data)
+        unpack_row(kernels_of(kind), out.ctypes.data, 3, i, row.ctypes.data)
     return rows
 
 

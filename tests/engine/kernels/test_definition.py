@@ -19,7 +19,7 @@ from kvferry.engine.kernels.layout import (
     activation_row_bytes,
     weight_block_bytes,
 )
-from kvferry.engine.kernels.linear import GROUP_ROWS, UNIT_ROWS, linear, unpack_row
+from kvferry.engine.kernels.linear import GROUP_ROWS, UNIT_ROWS, kernels_of, linear, unpack_row
 from kvferry.engine.memory import aligned_empty
 from kvferry.engine.packing import pack_rows
 
@@ -141,7 +141,7 @@ def test_a_linear_layer(kind: str, n_tokens: int) -> None:
     x[0, 64:96] = 0  # a block of zeros has scale 0
     rows, w = quantised(x), packed(tensor)
     y = np.full((n_tokens, 160), 7, np.float32)
-    args = (KINDS[kind], address(w), 6, 0, 5, rows.row(0), rows.stride, n_tokens, address(y), 160 * 4)
+    args = (kernels_of(KINDS[kind]), address(w), 6, 0, 5, rows.row(0), rows.stride, n_tokens, address(y), 160 * 4)
     linear(*args, 0)
     expected = definition.linear(x, q, d, m)
     assert same_bits(y, expected)
@@ -157,7 +157,7 @@ def test_extreme_integers_stay_exact() -> None:
     tensor = StoredRows((32, n), "q8_0", data.reshape(32, -1))
     x = np.full((1, n), 127, np.float32)
     rows, w, y = quantised(x), packed(tensor), np.empty((1, 32), np.float32)
-    linear(WEIGHTS_Q8, address(w), 2, 0, 1, rows.row(0), rows.stride, 1, address(y), 128, 0)
+    linear(kernels_of(WEIGHTS_Q8), address(w), 2, 0, 1, rows.row(0), rows.stride, 1, address(y), 128, 0)
     assert np.all(y == -128 * 127 * n)
 
 
@@ -166,7 +166,7 @@ def test_an_embedding_row(kind: str) -> None:
     tensor, q, d, m = weights(kind, 96, 64)
     w, y = packed(tensor), np.empty(64, np.float32)
     for row in (0, 17, 95):
-        unpack_row(KINDS[kind], address(w), 2, row, address(y))
+        unpack_row(kernels_of(KINDS[kind]), address(w), 2, row, address(y))
         expected = np.repeat(d[row], 32) * q[row].astype(np.float32)
         assert same_bits(y, expected if m is None else expected + np.repeat(m[row], 32))
 
