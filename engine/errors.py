@@ -102,3 +102,21 @@ class SelfTestFailed(EngineError):
 
     code: ClassVar[str] = "self_test_failed"
     exit_code: ClassVar[int] = 7
+
+
+class InvalidFormat(EngineError):
+    """The form that an answer shall have cannot be understood: a schema, a regular expression, or choices."""
+
+    code: ClassVar[str] = "invalid_format"
+
+
+class FormatTooComplex(EngineError):
+    """The form that an answer shall have would take too much time or memory to follow."""
+
+    code: ClassVar[str] = "format_too_complex"
+
+
+class InvalidTools(EngineError):
+    """Tools that cannot be told to the model or followed: a name, a schema, or too many of them."""
+
+    code: ClassVar[str] = "invalid_tools"

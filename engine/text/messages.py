@@ -18,6 +18,25 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. ``parameters``: JSON schema of its arguments as text, empty for none."""
+
+    name: str
+    description: str = ""
+    parameters: str = ""
+
+    def described(self) -> dict[str, Any]:
+        """As templates take it. Raises ValueError when ``parameters`` is no JSON."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        if self.parameters:
+            function["parameters"] = json.loads(self.parameters)
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +44,7 @@ class ChatMessage:
     """One message of a conversation; the roles are the template's: usually system, user, assistant and tool.
 
     ``reasoning``: an answer's thinking, apart from its content. ``images_at``: places in the content, in order, before
-    which an image stands; 0 is before the text.
+    which an image stands; 0 is before the text. ``tool_call_id``: of a tool's message, the call whose result it is.
     """
 
     role: str
@@ -33,6 +52,7 @@ class ChatMessage:
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     images_at: tuple[int, ...] = ()
+    tool_call_id: str = ""
 
 
 def template_message(message: ChatMessage) -> dict[str, Any]:
@@ -43,11 +63,15 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
     if message.reasoning is not None:
         found["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        found["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for call in message.tool_calls
-        ]
+        found["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    if message.tool_call_id:
+        found["tool_call_id"] = message.tool_call_id
     return found
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    named = {"id": call.id} if call.id else {}
+    return {**named, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:

@@ -36,6 +36,7 @@ class TextModel:
     _table: list[bytes] = field(repr=False)
     _template: ChatTemplate = field(repr=False)
     _first_token_id: int | None = field(repr=False)
+    _literals: Mapping[str, int] = field(repr=False)
 
     @classmethod
     def load(cls, path: Path) -> TextModel:
@@ -56,6 +57,15 @@ class TextModel:
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return len(self._table)
+
+    @property
+    def literal_ids(self) -> tuple[int, ...]:
+        """The tokens that are matched literally in a text (control tokens, and those a model's maker added), by id."""
+        return tuple(sorted(self._literals.values()))
+
+    def literal_id(self, text: str) -> int | None:
+        """The token that a mark such as ``<think>`` is, if the model has one for it."""
+        return self._literals.get(text)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, nothing added before or after. Bytes that the vocabulary has no token for are dropped.
@@ -165,6 +175,7 @@ class TextModel:
             _table=token_table(entries, literal_ids),
             _template=ChatTemplate(source, special_tokens),
             _first_token_id=first_token_id,
+            _literals={entries[token_id]: token_id for token_id in literal_ids},
         )
 
     @classmethod
@@ -181,6 +192,7 @@ class TextModel:
             _table=token_table(found.entries, found.literal_ids),
             _template=ChatTemplate(found.template, found.special_tokens),
             _first_token_id=None,  # a folder's template writes it itself
+            _literals={entry: i for i in found.literal_ids if (entry := found.entries[i]) is not None},
         )
 
 

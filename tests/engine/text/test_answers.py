@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.engine.text.answers import AnswerPart, AnswerReader, ContentText, ParsedAnswer, ReasoningText, parse_answer
 from kvferry.engine.text.messages import ToolCall
-from kvferry.engine.text.tool_calls import ParsedAnswer, parse_answer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 ADD = ToolCall("add", {"a": 1, "b": [2]})
@@ -81,3 +82,56 @@ def test_any_call_comes_back(name: str, arguments: dict[str, object]) -> None:
 def test_nothing_a_model_writes_is_an_error(text: str, opened: bool) -> None:
     parse_answer(text, prompt_opened_thinking=opened)
     parse_answer(f"<think>{text}<tool_call>{text}</tool_call>", prompt_opened_thinking=opened)
+
+
+def streamed(pieces: list[str], **settings: bool) -> tuple[ParsedAnswer, list[AnswerPart]]:
+    reader = AnswerReader(**settings)
+    parts = [part for piece in pieces for part in reader.push(piece)]
+    parts += reader.finish()
+    return reader.answer, parts
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[start:stop] for start, stop in itertools.pairwise(ends)]
+
+
+PIECES = st.lists(
+    st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "\n", "\n\n", "<", "</", "words", "é"])
+).map("".join)
+
+
+@settings(deadline=None, max_examples=300)
+@given(PIECES, st.lists(st.integers(0, 400), max_size=12), st.booleans(), st.booleans(), st.booleans())
+def test_however_it_comes_the_parts_are_those_of_the_whole(
+    text: str, places: list[int], opened: bool, thinks: bool, calls: bool
+) -> None:
+    answer, parts = streamed(cut(text, places), prompt_opened_thinking=opened, thinks=thinks, calls=calls)
+    assert answer == parse_answer(text, prompt_opened_thinking=opened, thinks=thinks, calls=calls)
+    assert "".join(p.text for p in parts if isinstance(p, ReasoningText)) == (answer.reasoning or "")
+    assert "".join(p.text for p in parts if isinstance(p, ContentText)) == answer.content
+    assert tuple(p for p in parts if isinstance(p, ToolCall)) == answer.tool_calls
+
+
+def test_parts_come_as_soon_as_nothing_can_turn_them_into_something_else() -> None:
+    reader = AnswerReader()
+    told = [
+        reader.push(piece) for piece in ("<thi", "nk>\n", "Hm", ".\n", "\nSo", "</th", "ink>\n\n", "Well", "\n", CALL)
+    ]
+    assert told == [
+        [], [], [ReasoningText("Hm")], [ReasoningText(".")], [ReasoningText("\n\nSo")], [], [],
+        [ContentText("Well")], [], [ADD],
+    ]  # fmt: skip
+    assert reader.finish() == []
+
+
+def test_plain_text_is_passed_on_at_once() -> None:
+    reader = AnswerReader()
+    assert [reader.push(piece) for piece in ("Hello", ", a < b", " and\n", "c")] == [
+        [ContentText("Hello")], [ContentText(", a < b")], [ContentText(" and")], [ContentText("\nc")],
+    ]  # fmt: skip
+
+
+def test_marks_that_mean_nothing_are_content() -> None:
+    text = f"<think>a</think>{CALL}"
+    assert parse_answer(text, thinks=False, calls=False) == ParsedAnswer(text, None, (), (), is_thinking=False)
