@@ -20,7 +20,9 @@ def coordinator() -> None:
 @click.option("--model", help="A fetched name, a GGUF file or a folder; the same as the nodes'.")
 @click.option("--listen", metavar="HOST:PORT", help="Where clients and nodes reach it. [default: 127.0.0.1:7070]")
 @click.option("--state", type=click.Path(path_type=Path), help="Its own folder, on a local disk.")
-@click.option("--store", type=click.Path(path_type=Path), help="The shared snapshot folder; read only here.")
+@click.option("--store", metavar="PLACE", help="The shared snapshot folder, or s3://BUCKET/PREFIX; read only here.")
+@click.option("--store-key-file", type=click.Path(path_type=Path), help="The fleet's key, where the nodes have one.")
+@click.option("--store-encrypted", is_flag=True, default=None, help="The nodes encrypt snapshots with it.")
 @click.option("--lease", type=float, help="Seconds of silence after which a node has lost its turns. [default: 3]")
 @click.option(
     "--generation",

@@ -12,6 +12,7 @@ from pydantic import Field
 from kvferry.coordinator.errors import InvalidSettings
 from kvferry.proto.address import parse_address
 from kvferry.proto.ready_file import why_not_ready_file
+from kvferry.store.place import StorePlace
 
 Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
 
@@ -27,8 +28,11 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     model: str
     listen: str = "127.0.0.1:7070"
     state: Path
-    # The shared snapshot directory, read only; without it routing does not know what can be restored.
-    store: Path | None = None
+    # The shared snapshots, a folder or s3://BUCKET/PREFIX, read only; without them routing does not know what can be
+    # restored. The key is needed where the nodes have one.
+    store: Annotated[str, Field(min_length=1)] | None = None
+    store_key_file: Path | None = None
+    store_encrypted: bool = False
     # A node silent for this long has lost its turns; for half of it, it gets no new ones (reliability.md section 5).
     lease: Annotated[float, Field(ge=0.3, le=600)] = 3.0
     # A node whose engine has not finished a step for this long while it had work hangs, however well it still speaks.
@@ -77,6 +81,11 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
             raise InvalidSettings(f"the coordinator's settings are not right: {problems}") from e
         except (ValueError, OSError) as e:  # not TOML, or not readable
             raise InvalidSettings(f"the settings file {toml_path} cannot be read: {e}") from e
+
+    @property
+    def store_place(self) -> StorePlace | None:
+        """Where snapshots lie, and how they are sealed."""
+        return None if self.store is None else StorePlace(self.store, self.store_key_file, self.store_encrypted)
 
     def check_here(self) -> None:
         """What only the machine that it is for can tell; raises InvalidSettings."""

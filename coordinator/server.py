@@ -25,7 +25,7 @@ from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
 from kvferry.coordinator.registry import Registry
 from kvferry.coordinator.service import ChatService
-from kvferry.coordinator.snapshots import SnapshotView, check_store_path
+from kvferry.coordinator.snapshots import SnapshotView, check_store
 from kvferry.coordinator.sqlite_registry import SqliteRegistry
 from kvferry.coordinator.state_directory import StateDirectory
 from kvferry.coordinator.tasks import Background
@@ -74,7 +74,7 @@ class LoadedModel:
 async def run(settings: CoordinatorSettings) -> None:
     """The whole life of a coordinator. Raises CannotStart, and what loading the model raises."""
     stop = stop_on_signals()
-    check_store_path(settings.store)
+    check_store(settings.store_place)
     model = await asyncio.to_thread(LoadedModel.load, settings.model)
     async with open_state(settings.state, settings.generation) as registry, serve(settings, model, registry) as address:
         logger.info("serving %s on %s, generation %d", model.text.model_name, address, registry.generation)
@@ -117,7 +117,7 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
     """Serve on ``settings.listen``; yields the address with the real port. Raises CannotListen."""
     clock = time.monotonic
     fleet = Fleet(settings.lease, settings.stall, clock)
-    snapshots = SnapshotView(settings.store)
+    snapshots = SnapshotView(settings.store_place)
     transport, background = GrpcTransport(), Background()
     around = Surroundings(
         registry=registry, fleet=fleet, transport=transport, snapshots=snapshots, background=background,

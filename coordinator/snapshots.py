@@ -10,19 +10,17 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
 
 from kvferry.coordinator.errors import StorePathInvalid
 from kvferry.coordinator.registry import TokenArray
-from kvferry.store.errors import StoreError
-from kvferry.store.fs import PosixFileSystem
+from kvferry.store.errors import StoreError, StoreMisuse
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.identity import read_store_id
+from kvferry.store.place import StorePlace
 from kvferry.store.snapshot_store import SnapshotStore
 
 logger = logging.getLogger(__name__)
@@ -38,8 +36,15 @@ LOOK_SECONDS: Final = 1.0
 """A mount that hangs is no reason not to start; a local stat takes microseconds, one over a LAN a millisecond."""
 
 
-def check_store_path(root: Path | None) -> None:
-    """Raises StorePathInvalid when something is there that is not a folder."""
+def check_store(place: StorePlace | None) -> None:
+    """Raises StorePathInvalid when something is there that is not a folder, or for a key that cannot be used."""
+    if place is None:
+        return
+    try:
+        place.open()
+    except StoreMisuse as e:
+        raise StorePathInvalid(str(e)) from e
+    root = place.folder
     if root is None:
         return
     found: list[bool] = []
@@ -76,8 +81,9 @@ class SnapshotView:
     The thread is a daemon and nobody waits for it, since a hung NFS call cannot be interrupted.
     """
 
-    def __init__(self, root: Path | None) -> None:
-        self._root = root
+    def __init__(self, place: StorePlace | None) -> None:
+        """Raises StoreMisuse for a place that cannot be opened."""
+        self._opened = None if place is None else place.open()
         self._stores: dict[str, SnapshotStore] = {}
         self._sizes: dict[str, dict[str, int]] = {}  # fingerprint → name → bytes, of files in the index
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_JOBS)
@@ -86,7 +92,7 @@ class SnapshotView:
         self._identifying = False
 
     def start(self) -> None:
-        if self._root is not None:
+        if self._opened is not None:
             self._thread = threading.Thread(target=self._work, name="snapshot-index", daemon=True)
             self._thread.start()
 
@@ -96,10 +102,11 @@ class SnapshotView:
 
     def watch(self, fingerprint: str, geometry: KvGeometry, vocab_size: int) -> None:
         """A node with this fingerprint is in the fleet."""
-        if self._root is None or fingerprint in self._stores:
+        if self._opened is None or fingerprint in self._stores:
             return
+        fs, root, seal = self._opened
         try:
-            store = SnapshotStore.index_only(self._root, fingerprint, geometry, vocab_size)
+            store = SnapshotStore.index_only(root, fingerprint, geometry, vocab_size, fs=fs, seal=seal)
         except StoreError as e:
             logger.warning("snapshots of fingerprint %s are not used for routing: %s", fingerprint, e)
             return
@@ -114,7 +121,7 @@ class SnapshotView:
 
     def which_store(self) -> str:
         """The id of the store that is looked at; empty until the thread has found one, which it then tries to."""
-        if self._root is not None and not self._store_id and not self._identifying:
+        if self._opened is not None and not self._store_id and not self._identifying:
             self._identifying = True
             self._submit(self._identify)
         return self._store_id
@@ -154,8 +161,8 @@ class SnapshotView:
 
     def _identify(self) -> None:
         try:
-            if self._root is not None:
-                self._store_id = read_store_id(PosixFileSystem(), self._root)
+            if self._opened is not None:
+                self._store_id = read_store_id(self._opened[0], self._opened[1])
         except StoreError as e:
             logger.warning("the snapshot store cannot be read, routing goes on without news of it: %s", e)
         self._identifying = False
@@ -163,16 +170,13 @@ class SnapshotView:
     def _refresh(self, fingerprint: str, store: SnapshotStore) -> None:
         try:
             store.refresh()
-            refused = store.refused()
-            files = [file for file in store.path.glob("*.kv") if file.name not in refused]
-            self._sizes[fingerprint] = {file.name: file.stat().st_size for file in files}
-        except (StoreError, OSError) as e:
+            self._sizes[fingerprint] = store.sizes()
+        except StoreError as e:
             logger.warning("the snapshot store cannot be listed, routing goes on without news of it: %s", e)
 
     def _take_in(self, fingerprint: str, store: SnapshotStore, name: str) -> None:
-        if look_at(store, name):
-            with suppress(OSError):  # gone again
-                self._sizes.setdefault(fingerprint, {})[name] = (store.path / name).stat().st_size
+        if look_at(store, name) and (n_bytes := store.size(name)) is not None:
+            self._sizes.setdefault(fingerprint, {})[name] = n_bytes
 
 
 def look_at(store: SnapshotStore, name: str) -> bool:

@@ -18,7 +18,11 @@ def node() -> None:
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with any of these settings.")
 @click.option("--model", help="Fetched name, GGUF file or folder of the model.")
 @click.option("--coordinator", help="HOST:PORT of the coordinator; without one the node serves alone.")
-@click.option("--store", type=click.Path(path_type=Path), help="Folder of the snapshot store.")
+@click.option("--store", metavar="PLACE", help="Folder of the snapshot store, or s3://BUCKET/PREFIX.")
+@click.option(
+    "--store-key-file", type=click.Path(path_type=Path), help="The fleet's key: snapshots are signed with it."
+)
+@click.option("--store-encrypted", is_flag=True, default=None, help="Encrypt snapshots with that key as well.")
 @click.option("--node-id", help="Name of this node, unique in the fleet.  [default: the host's name]")
 @click.option("--listen", help="HOST:PORT to listen at; port 0 takes a free one.  [default: 127.0.0.1:0]")
 @click.option("--advertise", help="HOST[:PORT] at which the coordinator reaches this node, if not --listen.")

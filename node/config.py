@@ -20,6 +20,7 @@ from pydantic_settings import (
 from kvferry.node.errors import ConfigInvalid
 from kvferry.proto.address import parse_address
 from kvferry.proto.ready_file import why_not_ready_file
+from kvferry.store.place import StorePlace
 
 NODE_ID: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 """Goes into names of temporary files in the store: one path component, no case to lose."""
@@ -42,7 +43,15 @@ class NodeConfig(BaseSettings):
 
     model: str = Field(min_length=1, description="fetched name, GGUF file or folder of the model")
     coordinator: str | None = Field(default=None, description="HOST:PORT of the coordinator; none: serve alone")
-    store: Path | None = Field(default=None, description="folder of the snapshot store; none: keep rows in memory only")
+    store: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder of the snapshot store, or s3://BUCKET/PREFIX; none: keep rows in memory only",
+    )
+    store_key_file: Path | None = Field(
+        default=None, description="file with the fleet's key: snapshots are signed with it"
+    )
+    store_encrypted: bool = Field(default=False, description="encrypt snapshots with that key as well")
     node_id: str = Field(default_factory=_default_node_id, description="name of this node, unique in the fleet")
     listen: str = Field(default="127.0.0.1:0", description="HOST:PORT to listen at; port 0 takes a free one")
     advertise: str | None = Field(
@@ -143,7 +152,21 @@ class NodeConfig(BaseSettings):
         kv = info.data.get("kv", "f32")
         if info.data.get("store") is not None and kv != "f32" and value == 1:
             raise ValueError(f"version 1 snapshots hold f32 rows only, not {kv}: set store-version to 3, or kv to f32")
+        if info.data.get("store_key_file") is not None and value == 1:
+            raise ValueError("version 1 snapshots cannot be signed: set store-version to 3, or give no store-key-file")
         return value
+
+    @field_validator("store_encrypted")
+    @classmethod
+    def _has_key(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("store_key_file") is None:
+            raise ValueError("needs a key to encrypt with: name a store-key-file")
+        return value
+
+    @property
+    def store_place(self) -> StorePlace | None:
+        """Where snapshots lie, and how they are sealed."""
+        return None if self.store is None else StorePlace(self.store, self.store_key_file, self.store_encrypted)
 
     def check_here(self) -> None:
         """What only the machine that it is for can tell; raises ConfigInvalid."""

@@ -25,7 +25,7 @@ from kvferry.node.errors import StoreMisconfigured
 from kvferry.node.io_threads import IoThreads
 from kvferry.node.ports import CoreLimits
 from kvferry.node.state import Identity, Serving
-from kvferry.node.store_path import check_store_path
+from kvferry.node.store_path import check_store
 from kvferry.proto.v1 import common_pb2
 from kvferry.store.errors import StoreError
 from kvferry.store.geometry import KvGeometry
@@ -44,8 +44,8 @@ def load_serving(
     """Everything but starting the engine thread. Raises EngineError (SelfTestFailed where the bits are wrong),
     StoreMisconfigured."""
     path = resolve_model(config.model)
-    if config.store is not None:
-        check_store_path(config.store, config.store_stall_seconds)
+    if config.store_place is not None:
+        check_store(config.store_place, config.store_stall_seconds)
     options = EngineOptions(
         n_threads=config.n_threads,
         kv_bytes=int(config.kv_memory),
@@ -74,16 +74,19 @@ def load_serving(
 
 def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
     """The store of this engine's fingerprint; its first call may raise StoreError or hang."""
-    if config.store is None:
+    if config.store_place is None:
         raise ValueError("there is no store to open")
+    fs, root, seal = config.store_place.open()
     return SnapshotStore(
-        root=config.store,
+        root=root,
         fingerprint=engine.fingerprint,
         geometry=_stored_geometry(engine),
         vocab_size=engine.config.vocab_size,
         max_bytes=int(config.store_max_bytes),
         max_files=config.store_max_files,
         node_id=config.node_id,
+        fs=fs,
+        seal=seal,
         version=config.store_version,
         kind=Kind[engine.geometry.kind.name],
         write_bytes_per_hour=None if config.store_write_per_hour is None else int(config.store_write_per_hour),

@@ -8,10 +8,19 @@ import threading
 from pathlib import Path
 
 from kvferry.node.errors import StoreMisconfigured
+from kvferry.store.errors import StoreMisuse
+from kvferry.store.place import StorePlace
 
 
-def check_store_path(path: Path, patience_seconds: float) -> None:
+def check_store(place: StorePlace, patience_seconds: float) -> None:
     """Raises StoreMisconfigured. A disk that does not answer in time may yet do so, and is served without."""
+    try:
+        place.open()
+    except StoreMisuse as error:
+        raise StoreMisconfigured(str(error)) from error
+    path = place.folder
+    if path is None:
+        return
     found: list[str | None] = []
     looking = threading.Thread(target=lambda: found.append(why_not_store(path)), name="kvferry-look", daemon=True)
     looking.start()

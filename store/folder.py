@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvferry.store.catalog import known_segment
 from kvferry.store.chains import Chains
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreUnavailable, os_errors_mapped
 from kvferry.store.fs import FileSystem
-from kvferry.store.geometry import KvGeometry, TokenIds
+from kvferry.store.geometry import TokenIds
 from kvferry.store.inspection import WHOLE_FILES
 from kvferry.store.payload import Kind
 from kvferry.store.reader import open_snapshot
@@ -78,7 +79,7 @@ def model_folders(fs: FileSystem, directory: Path) -> Iterator[Path]:
         if any(names.is_snapshot(name) for name in found):
             yield directory
         for name in sorted(set(found) - {names.TRASH, names.QUARANTINE}):
-            if (directory / name).is_dir():
+            if stat.S_ISDIR(fs.lstat(str(directory / name)).st_mode):
                 yield directory / name
 
 
@@ -149,8 +150,3 @@ def read_rows_of(
         return []
     with open_segment(fs, view.path, terms) as file:
         return file.damaged_blocks(on_read)
-
-
-def terms_of(expected: KvGeometry | None, vocab_size: int | None) -> Terms:
-    """What an offline command holds files against."""
-    return Terms(geometry=expected, vocab_size=vocab_size)

@@ -17,8 +17,10 @@ from kvferry.store.geometry import KvGeometry, Rows, TokenIds
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.q8 import Q8Rows
 from kvferry.store.reader import RowBuffers, open_regular, open_snapshot, read_exactly
+from kvferry.store.seals import PlainSeal, Seal
 from kvferry.store.segment_file import Terms, open_segment
 
+_PLAIN: Final = PlainSeal()  # it has no state
 WHOLE_FILES: Final = (vlkv.VERSION_F32, vlkv.VERSION_Q8)
 """Versions whose files hold a sequence from its first token on."""
 
@@ -47,9 +49,11 @@ class Inspection:
     extension: tuple[tuple[str, str], ...] = ()  # of version 3: name and value
 
 
-def inspect_file(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None) -> Inspection:
+def inspect_file(
+    fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None, seal: Seal = _PLAIN
+) -> Inspection:
     """Reads header and token ids. Raises SnapshotRejected(not_regular_file), SnapshotGone, StoreUnavailable."""
-    refusal = judge(fs, path, expected, vocab_size)
+    refusal = judge(fs, path, expected, vocab_size, seal=seal)
     with open_regular(fs, path) as (fd, identity):
         head = bytearray(min(vlkv.HEADER_BYTES, identity.n_bytes))
         if head:
@@ -103,6 +107,7 @@ def judge(
     expected: KvGeometry | None,
     vocab_size: int | None,
     versions: Collection[int] = WHOLE_FILES,
+    seal: Seal = _PLAIN,
 ) -> SnapshotRejected | None:
     """The refusal that a reader of these versions would answer with before it reads rows, None for a good file.
 
@@ -110,7 +115,7 @@ def judge(
     """
     try:
         if names.is_segment(path.name):
-            with open_segment(fs, path, Terms(geometry=expected, vocab_size=vocab_size)):
+            with open_segment(fs, path, Terms(geometry=expected, vocab_size=vocab_size, seal=seal)):
                 return None
         with open_snapshot(fs, path, expected, versions=versions) as snapshot:
             snapshot.check(vocab_size, path.name)

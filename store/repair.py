@@ -10,12 +10,13 @@ from kvferry.store.chain_reader import open_chain
 from kvferry.store.folder import Folder
 from kvferry.store.fs import FileSystem
 from kvferry.store.publish import create_temp, publish
+from kvferry.store.seals import Seal
 from kvferry.store.segment_file import Terms
 from kvferry.store.segment_writer import SegmentWriter
 from kvferry.store.segments import CheckedChain
 
 
-def salvage(fs: FileSystem, folder: Folder, name: str, position: int, unique: str) -> Path | None:
+def salvage(fs: FileSystem, folder: Folder, name: str, position: int, unique: str, seal: Seal) -> Path | None:
     """Writes rows start..position-1 of a segment that is damaged at ``position``; None when there are none, or when
     what comes before the segment is not there to say whose they are.
 
@@ -26,7 +27,7 @@ def salvage(fs: FileSystem, folder: Folder, name: str, position: int, unique: st
     chain = folder.chains.chain(name, position)
     ids = folder.chains.token_ids(name)[:position]
     spans = [span for span in folder.chains.spans(name) if span.start < position]
-    terms = Terms()
+    terms = Terms(seal=seal)
     with open_chain(fs, folder.path, chain, terms) as reader:
         old = reader.parts[-1].file.extent
         extent = replace(

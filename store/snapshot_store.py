@@ -173,9 +173,18 @@ class SnapshotStore:
         )
 
     @classmethod
-    def index_only(cls, root: Path, fingerprint: str, geometry: KvGeometry, vocab_size: int) -> SnapshotStore:
+    def index_only(
+        cls,
+        root: Path,
+        fingerprint: str,
+        geometry: KvGeometry,
+        vocab_size: int,
+        *,
+        fs: FileSystem | None = None,
+        seal: Seal | None = None,
+    ) -> SnapshotStore:
         """A store that only looks: for the coordinator's routing. It never writes, not even an mtime."""
-        return cls(root, fingerprint, geometry, vocab_size, 0, 0, "index", read_only=True, kind=None)
+        return cls(root, fingerprint, geometry, vocab_size, 0, 0, "index", read_only=True, kind=None, fs=fs, seal=seal)
 
     def __repr__(self) -> str:
         return (
@@ -298,6 +307,17 @@ class SnapshotStore:
         """
         chain = self._catalog.chain(name, vlkv.MAX_TOKENS)
         return self._evictor.pin(*(segment.name for segment, _ in chain)) if chain else self._evictor.pin(name)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file that may be used. Raises StoreUnavailable."""
+        usable = self._directory.snapshot_names() - self.refused().keys()
+        found = {name: self._directory.identity(name) for name in usable}
+        return {name: identity.n_bytes for name, identity in found.items() if identity is not None}
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None when there is none. Raises SnapshotRejected(bad_name), StoreUnavailable."""
+        identity = self._directory.identity(name)
+        return None if identity is None else identity.n_bytes
 
     # --- writing
 

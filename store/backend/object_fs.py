@@ -77,13 +77,13 @@ class ObjectFileSystem:
         try:
             facts = self._objects.head(_key(path))
         except FileNotFoundError:
-            if not self._objects.names(_key(path) + "/"):
+            if not self._objects.names(_folder_key(path)):
                 raise
             return _status(stat.S_IFDIR | 0o750, ObjectFacts(0, 0, "folder"), 0)
         return _status(stat.S_IFREG | 0o640, facts, facts.n_bytes)
 
     def names(self, directory: str) -> list[str]:
-        return self._objects.names(_key(directory) + "/")
+        return self._objects.names(_folder_key(directory))
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         handle = self._handle(fd)
@@ -156,6 +156,12 @@ class ObjectFileSystem:
 
 def _key(path: str) -> str:
     return path.strip("/")
+
+
+def _folder_key(path: str) -> str:
+    """What the keys in a folder begin with; nothing for the root."""
+    key = _key(path)
+    return "" if key in {"", "."} else key + "/"
 
 
 def _status(mode: int, facts: ObjectFacts, n_bytes: int) -> os.stat_result:

@@ -13,14 +13,20 @@ import numpy as np
 from rich.filesize import decimal
 from rich.table import Table
 
-from kvferry.store.commands.shared import chosen_shape, console, json_option, model_options, parts, print_json
+from kvferry.store.commands.shared import (
+    OpenStore,
+    chosen_shape,
+    console,
+    json_option,
+    model_options,
+    print_json,
+    store_argument,
+)
 from kvferry.store.errors import StoreMisuse, os_errors_mapped
-from kvferry.store.folder import FileView, look, model_folders, terms_of
-from kvferry.store.fs import FileSystem, PosixFileSystem
-from kvferry.store.geometry import KvGeometry, TokenIds
+from kvferry.store.folder import FileView, look, model_folders
+from kvferry.store.geometry import TokenIds
 from kvferry.store.lcp_index import LcpIndex, common_prefix
-
-_DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
+from kvferry.store.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +41,21 @@ class _Line:
 
 
 @click.command()
-@_DIRECTORY
+@store_argument
 @model_options
 @json_option
-def ls(directory: Path, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool) -> None:
+def ls(store: OpenStore, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool) -> None:
     """List the snapshots of a store or of one model's directory, most recently used first."""
-    fs = PosixFileSystem()
-    lines = _list(fs, directory, *parts(chosen_shape(model, geometry, vocab_size)))
+    lines = _list(store, chosen_shape(model, geometry, vocab_size))
     lines.sort(key=lambda line: (-line.mtime_s, line.path))
     n_bytes = sum(line.n_bytes for line in lines)
     if as_json:
-        print_json(
-            {"directory": str(directory), "n_bytes": n_bytes, "snapshots": [_line_facts(line) for line in lines]}
-        )
+        print_json({"directory": store.said, "n_bytes": n_bytes, "snapshots": [_line_facts(line) for line in lines]})
         return
     table = Table("snapshot", "tokens", "size", "last used (UTC)", "status", box=None, pad_edge=False)
     for line in lines:
         tokens = "-" if line.token_ids is None else str(len(line.token_ids))
-        name = str(line.path.relative_to(directory))
+        name = str(line.path.relative_to(store.root))
         table.add_row(name, tokens, decimal(line.n_bytes), _when(line.mtime_s), line.status)
     out = console()
     if lines:
@@ -74,11 +77,11 @@ def _when(mtime_s: float) -> str:
     return datetime.fromtimestamp(mtime_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _list(fs: FileSystem, directory: Path, expected: KvGeometry | None, vocab_size: int | None) -> list[_Line]:
+def _list(store: OpenStore, shape: ModelShape | None) -> list[_Line]:
     """Every snapshot in the directory, and in its folders that could be named after a fingerprint."""
     lines = []
-    for folder in model_folders(fs, directory):
-        found = look(fs, folder, terms_of(expected, vocab_size))
+    for folder in model_folders(store.fs, store.root):
+        found = look(store.fs, folder, store.terms(shape))
         lines += [_line(view, found.tokens(name)) for name, view in found.files.items()]
     return lines
 
@@ -93,7 +96,7 @@ def _line(view: FileView, token_ids: TokenIds | None) -> _Line:
 
 
 @click.command()
-@_DIRECTORY
+@store_argument
 @click.option(
     "--tokens",
     required=True,
@@ -105,7 +108,7 @@ def _line(view: FileView, token_ids: TokenIds | None) -> _Line:
 @model_options
 @json_option
 def lcp(
-    directory: Path,
+    store: OpenStore,
     tokens: str,
     min_tokens: int,
     model: str | None,
@@ -115,12 +118,12 @@ def lcp(
 ) -> None:
     """Find the snapshot that shares the longest prefix with these token ids, compared token by token."""
     wanted = read_tokens(tokens)
-    lines = _list(PosixFileSystem(), directory, *parts(chosen_shape(model, geometry, vocab_size)))
+    lines = _list(store, chosen_shape(model, geometry, vocab_size))
     index = LcpIndex()
     shared: dict[str, int] = {}
     for line in lines:
         if line.token_ids is not None:
-            key = str(line.path.relative_to(directory))
+            key = str(line.path.relative_to(store.root))
             index.add(key, line.token_ids)
             shared[key] = common_prefix(line.token_ids, wanted)
     found = index.find(wanted)

@@ -8,12 +8,17 @@ from uuid import uuid4
 import click
 import numpy as np
 
-from kvferry.store.commands.shared import chosen_shape, json_option, model_options, parts, print_json
+from kvferry.store.commands.shared import (
+    chosen_shape,
+    json_option,
+    key_options,
+    model_options,
+    open_place,
+    print_json,
+)
 from kvferry.store.conversion import convert as convert_sequence
 from kvferry.store.conversion import open_sequence
 from kvferry.store.errors import StoreMisuse
-from kvferry.store.folder import terms_of
-from kvferry.store.fs import PosixFileSystem
 from kvferry.store.lcp_index import common_prefix
 from kvferry.store.payload import Kind, empty_planes
 
@@ -28,6 +33,7 @@ EXIT_DIFFERENT = 3
 @click.option("--fingerprint", default="", help="The model's, when a version 1 or 2 file becomes version 3.")
 @click.option("--lossy-q4", "lossy", is_flag=True, help="Make float32 rows q4: fewer bytes, NOT exact any more.")
 @model_options
+@key_options
 @json_option
 def convert(
     file: Path,
@@ -38,6 +44,8 @@ def convert(
     model: str | None,
     geometry: str | None,
     vocab_size: int | None,
+    key_file: Path | None,
+    encrypted: bool,
     as_json: bool,
 ) -> None:
     """Write a snapshot in another version: exact rows keep every bit. Of a segment, its whole chain is converted.
@@ -46,7 +54,8 @@ def convert(
     """
     if lossy and version != 3:
         raise click.UsageError("--lossy-q4 goes with --to 3")
-    fs, terms = PosixFileSystem(), terms_of(*parts(chosen_shape(model, geometry, vocab_size)))
+    store = open_place(str(file.parent), key_file, encrypted)
+    fs, terms = store.fs, store.terms(chosen_shape(model, geometry, vocab_size))
     with open_sequence(fs, file, terms) as source:
         path = convert_sequence(
             fs, source, output, uuid4().hex, version=version, terms=terms, fingerprint=fingerprint, lossy=lossy
@@ -60,13 +69,15 @@ def convert(
 @click.command()
 @click.argument("left", type=_FILE)
 @click.argument("right", type=_FILE)
+@key_options
 @json_option
-def diff(left: Path, right: Path, as_json: bool) -> None:
+def diff(left: Path, right: Path, key_file: Path | None, encrypted: bool, as_json: bool) -> None:
     """Compare two snapshots, of any version, over the tokens that they share: which rows differ, in bits.
 
     Exit code 0: tokens and rows are the same; 3: they are not.
     """
-    fs, terms = PosixFileSystem(), terms_of(None, None)
+    store = open_place(str(left.parent), key_file, encrypted)
+    fs, terms = store.fs, store.terms()
     with open_sequence(fs, left, terms) as a, open_sequence(fs, right, terms) as b:
         if a.geometry != b.geometry or a.kind is not b.kind:
             raise StoreMisuse(

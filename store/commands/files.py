@@ -16,15 +16,16 @@ from kvferry.store.commands.shared import (
     console,
     finish,
     json_option,
+    key_options,
     model_options,
+    open_place,
     parts,
     print_json,
     verdict,
 )
 from kvferry.store.errors import SnapshotRejected, StoreUnavailable
-from kvferry.store.folder import terms_of
 from kvferry.store.fs import PosixFileSystem
-from kvferry.store.geometry import KvGeometry, Rows
+from kvferry.store.geometry import Rows
 from kvferry.store.inspection import WHOLE_FILES, Inspection, Q8Snapshot, Snapshot, inspect_file, load_any
 from kvferry.store.payload import Kind, MemoryPlanes
 from kvferry.store.q8 import Scales, Values
@@ -37,10 +38,12 @@ _FILE = click.argument("file", type=click.Path(path_type=Path))
 @click.command()
 @_FILE
 @model_options
+@key_options
 @json_option
-def inspect(file: Path, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool) -> None:
+def inspect(file: Path, *, key_file: Path | None, encrypted: bool, as_json: bool, **model: Any) -> None:
     """Show a snapshot's 64 header bytes field by field, its hash and its size, as xxd and ls would."""
-    found = inspect_file(PosixFileSystem(), file, *parts(chosen_shape(model, geometry, vocab_size)))
+    store = open_place(str(file.parent), key_file, encrypted)
+    found = inspect_file(store.fs, file, *parts(chosen_shape(**model)), store.seal)
     if as_json:
         print_json(_as_facts(found))
     else:
@@ -104,16 +107,18 @@ class _NonFiniteCounter:
 @click.command()
 @_FILE
 @model_options
+@key_options
 @json_option
-def verify(file: Path, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool) -> None:
+def verify(file: Path, *, key_file: Path | None, encrypted: bool, as_json: bool, **model: Any) -> None:
     """Judge a snapshot as a node would, and read it to the end.
 
     Versions 1 and 2 have no checksum over their rows: a flipped bit in them cannot be noticed. Values that are not
     finite are counted; scales of version 2 that are not finite are refused.
     """
     refusal, n_tokens, not_finite = None, None, None
+    store = open_place(str(file.parent), key_file, encrypted)
     try:
-        n_tokens, not_finite = _read_through(file, *parts(chosen_shape(model, geometry, vocab_size)))
+        n_tokens, not_finite = _read_through(file, store.terms(chosen_shape(**model)))
     except SnapshotRejected as error:
         refusal = error
     if as_json:
@@ -126,15 +131,15 @@ def verify(file: Path, model: str | None, geometry: str | None, vocab_size: int 
     finish(refusal)
 
 
-def _read_through(file: Path, expected: KvGeometry | None, vocab_size: int | None) -> tuple[int, int]:
+def _read_through(file: Path, terms: Terms) -> tuple[int, int]:
     counter = _NonFiniteCounter()
     if names.is_segment(file.name):
-        with open_segment(PosixFileSystem(), file, terms_of(expected, vocab_size)) as segment:
+        with open_segment(PosixFileSystem(), file, terms) as segment:
             for damage in segment.damaged_blocks():
                 raise damage.rejection(file)
             return segment.extent.n_tokens, 0
-    with open_snapshot(PosixFileSystem(), file, expected, versions=WHOLE_FILES) as snapshot:
-        snapshot.check(vocab_size, file.name)
+    with open_snapshot(PosixFileSystem(), file, terms.geometry, versions=WHOLE_FILES) as snapshot:
+        snapshot.check(terms.vocab_size, file.name)
         if snapshot.header.version == vlkv.VERSION_Q8:
             snapshot.restore_q8(snapshot.n_tokens, counter)
         else:
@@ -148,10 +153,9 @@ def _read_through(file: Path, expected: KvGeometry | None, vocab_size: int | Non
     "--output", required=True, type=click.Path(path_type=Path), metavar="ROWS.safetensors", help="File to write."
 )
 @model_options
+@key_options
 @json_option
-def dump(
-    file: Path, output: Path, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool
-) -> None:
+def dump(file: Path, *, output: Path, key_file: Path | None, encrypted: bool, as_json: bool, **model: Any) -> None:
     """Write a snapshot's rows as arrays. Takes its size in memory.
 
     Version 1: token_ids int32 [n], k and v float32 [layers, n, kv_dim]. Version 2: token_ids, k_q8 and v_q8 int8
@@ -161,11 +165,11 @@ def dump(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    expected = parts(chosen_shape(model, geometry, vocab_size))
+    held_against = chosen_shape(**model)
     if names.is_segment(file.name):
-        arrays = _chain_arrays(file, terms_of(*expected))
+        arrays = _chain_arrays(file, open_place(str(file.parent), key_file, encrypted).terms(held_against))
     else:
-        arrays = dumped_arrays(load_any(PosixFileSystem(), file, *expected))
+        arrays = dumped_arrays(load_any(PosixFileSystem(), file, *parts(held_against)))
     try:
         save_file(arrays, output)  # by a temporary file of its own
     except (OSError, SafetensorError) as error:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 
 from kvferry.store.errors import SnapshotRejected
+from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.model_shape import ModelShape, parse_shape, read_shape
+from kvferry.store.place import StorePlace
+from kvferry.store.seals import Seal
+from kvferry.store.segment_file import Terms
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -42,6 +49,54 @@ def chosen_shape(model: str | None, geometry: str | None, vocab_size: int | None
     if vocab_size is not None and model is None:
         raise click.UsageError("--vocab goes with --geometry")
     return None if model is None else read_shape(model)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """What a command works on: where, and on which terms its files are read."""
+
+    fs: FileSystem
+    root: Path
+    seal: Seal
+    said: str  # the place, as it was given
+
+    def terms(self, shape: ModelShape | None = None) -> Terms:
+        """What files are held against; a shape's None leaves a field to the file."""
+        geometry, vocab_size = parts(shape)
+        return Terms(geometry=geometry, vocab_size=vocab_size, seal=self.seal)
+
+
+def key_options(command: Command) -> Command:
+    """--store-key-file and --store-encrypted, as node and coordinator have them."""
+    for option in (
+        click.option("--store-encrypted", "encrypted", is_flag=True, help="The files are encrypted with that key."),
+        click.option(
+            "--store-key-file",
+            "key_file",
+            type=click.Path(path_type=Path),
+            envvar="KVFERRY_STORE_KEY_FILE",
+            show_envvar=True,
+            help="The fleet's key, where the nodes have one.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def open_place(where: str, key_file: Path | None, encrypted: bool) -> OpenStore:
+    """Raises StoreMisuse for a place or a key that cannot be."""
+    fs, root, seal = StorePlace(where, key_file, encrypted).open()
+    return OpenStore(fs, root, seal, where)
+
+
+def store_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """STORE and the key options; the command gets them as one OpenStore, ``store``."""
+
+    @functools.wraps(command)
+    def with_store(*args: Any, where: str, key_file: Path | None, encrypted: bool, **kwargs: Any) -> Any:
+        return command(*args, store=open_place(where, key_file, encrypted), **kwargs)
+
+    return click.argument("where", metavar="STORE")(key_options(with_store))
 
 
 def parts(shape: ModelShape | None) -> tuple[KvGeometry | None, int | None]:

@@ -23,17 +23,16 @@ from rich.table import Table
 
 from kvferry.store import names
 from kvferry.store.commands.directories import read_tokens
-from kvferry.store.commands.shared import console, json_option, print_json
+from kvferry.store.commands.shared import OpenStore, console, json_option, print_json, store_argument
 from kvferry.store.directory import FOREIGN_TEMP_S, NS_PER_S, TRASH_GRACE_S, StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreMisuse
 from kvferry.store.folder import FileView, Folder, look, model_folders, read_rows_of
-from kvferry.store.fs import FileSystem, PosixFileSystem
+from kvferry.store.fs import FileSystem
 from kvferry.store.lcp_index import common_prefix
 from kvferry.store.repair import salvage
-from kvferry.store.segment_file import BlockDamagedError, Terms
+from kvferry.store.segment_file import BlockDamagedError
 
 EXIT_PROBLEMS: Final = 3
-_DIRECTORY = click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
 # Refusals that say that a file is damaged; others say that it is not for this reader, and it stays where it is.
 _DAMAGE: Final = frozenset(
     {"truncated_header", "size_mismatch", "head_digest_mismatch", "token_hash_mismatch", "extension_malformed"}
@@ -56,30 +55,29 @@ def _progress(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[int],
 
 
 @click.command()
-@_DIRECTORY
+@store_argument
 @click.option("--repair", is_flag=True, help="Quarantine what is damaged; save again what is good before it.")
 @click.option("--quick", is_flag=True, help="Heads, ids and chains only: do not read the rows.")
 @json_option
-def fsck(directory: Path, repair: bool, quick: bool, as_json: bool) -> None:
+def fsck(store: OpenStore, repair: bool, quick: bool, as_json: bool) -> None:
     """Check every file of a store: heads, ids, chains, and all rows that have digests.
 
     Exit code 3 when something is damaged (also when it was repaired just now), 0 when nothing is.
     """
-    fs = PosixFileSystem()
     found: list[dict[str, object]] = []
     n_files = n_orphans = 0
-    for folder in model_folders(fs, directory):
-        state = look(fs, folder, Terms())
+    for folder in model_folders(store.fs, store.root):
+        state = look(store.fs, folder, store.terms())
         n_files += len(state.files)
         n_orphans += len(state.chains.orphans())
         found += [_problem(folder / name, view.problem) for name, view in state.files.items() if view.problem]
-        damages = [] if quick else _read_all(fs, state, as_json=as_json, on_read=lambda _: None)
+        damages = [] if quick else _read_all(store, state, as_json=as_json, on_read=lambda _: None)
         found += [_problem(folder / d.name, "block_digest_mismatch", d) for d in damages]
         if repair:
-            _repair(fs, state, damages, found)
+            _repair(store, state, damages, found)
     damaged = [problem for problem in found if problem["problem"] != "orphan_segment"]
     if as_json:
-        print_json({"directory": str(directory), "n_files": n_files, "n_orphans": n_orphans, "problems": found})
+        print_json({"directory": store.said, "n_files": n_files, "n_orphans": n_orphans, "problems": found})
     else:
         _print_problems(found, n_files)
     click.get_current_context().exit(EXIT_PROBLEMS if damaged else 0)
@@ -91,7 +89,7 @@ def _problem(path: Path, reason: str, damage: BlockDamagedError | None = None) -
 
 
 def _read_all(
-    fs: FileSystem, state: Folder, *, as_json: bool, on_read: Callable[[int], None]
+    store: OpenStore, state: Folder, *, as_json: bool, on_read: Callable[[int], None]
 ) -> list[BlockDamagedError]:
     views = [view for view in state.files.values() if not view.problem or view.problem == "orphan_segment"]
     damages: list[BlockDamagedError] = []
@@ -103,22 +101,22 @@ def _read_all(
 
         for view in views:
             try:
-                damages += read_rows_of(fs, view, Terms(), told)
+                damages += read_rows_of(store.fs, view, store.terms(), told)
             except (SnapshotGone, SnapshotRejected):  # evicted meanwhile, or refused since
                 continue
     return damages
 
 
-def _repair(fs: FileSystem, state: Folder, damages: list[BlockDamagedError], found: list[dict[str, object]]) -> None:
+def _repair(store: OpenStore, state: Folder, damages: list[BlockDamagedError], found: list[dict[str, object]]) -> None:
     """Good rows before the first damage are saved as a segment of their own; then the file goes to quarantine."""
     first: dict[str, int] = {}
     for damage in damages:
         first[damage.name] = min(damage.position, first.get(damage.name, damage.position))
     said = {name: "quarantined" for name, view in state.files.items() if view.problem in _DAMAGE}
     for name, position in first.items():
-        kept = salvage(fs, state, name, position, uuid4().hex)
+        kept = salvage(store.fs, state, name, position, uuid4().hex, store.seal)
         said[name] = "quarantined" if kept is None else f"quarantined; rows up to {position - 1} are in {kept.name}"
-    directory = directory_of(fs, state.path)
+    directory = directory_of(store.fs, state.path)
     for name in said:
         directory.quarantine(name)
     for problem in found:
@@ -139,12 +137,11 @@ def _print_problems(found: list[dict[str, object]], n_files: int) -> None:
 
 
 @click.command()
-@_DIRECTORY
+@store_argument
 @click.option("--rate", default=0.0, metavar="MB/S", type=click.FloatRange(min=0), help="Read no faster; 0: no limit.")
 @json_option
-def scrub(directory: Path, rate: float, as_json: bool) -> None:
+def scrub(store: OpenStore, rate: float, as_json: bool) -> None:
     """Read all rows that have digests at a given rate, and quarantine what rotted. Exit code 3 when something did."""
-    fs = PosixFileSystem()
     started_s = time.monotonic()
     n_read = 0
 
@@ -157,16 +154,16 @@ def scrub(directory: Path, rate: float, as_json: bool) -> None:
             time.sleep(wait_s)
 
     rotten: list[str] = []
-    for folder in model_folders(fs, directory):
-        state = look(fs, folder, Terms())
-        damaged = {damage.name for damage in _read_all(fs, state, as_json=as_json, on_read=slow_down)}
+    for folder in model_folders(store.fs, store.root):
+        state = look(store.fs, folder, store.terms())
+        damaged = {damage.name for damage in _read_all(store, state, as_json=as_json, on_read=slow_down)}
         damaged |= {name for name, view in state.files.items() if view.problem in _DAMAGE}
         for name in sorted(damaged):
-            directory_of(fs, folder).quarantine(name)
+            directory_of(store.fs, folder).quarantine(name)
             rotten.append(str(folder / name))
     seconds = time.monotonic() - started_s
     if as_json:
-        print_json({"directory": str(directory), "n_bytes": n_read, "seconds": seconds, "quarantined": rotten})
+        print_json({"directory": store.said, "n_bytes": n_read, "seconds": seconds, "quarantined": rotten})
     else:
         for name in rotten:
             click.echo(f"quarantined {name}")
@@ -175,26 +172,25 @@ def scrub(directory: Path, rate: float, as_json: bool) -> None:
 
 
 @click.command()
-@_DIRECTORY
+@store_argument
 @click.option("--quarantine", is_flag=True, help="Empty the quarantine as well.")
 @json_option
-def gc(directory: Path, quarantine: bool, as_json: bool) -> None:
+def gc(store: OpenStore, quarantine: bool, as_json: bool) -> None:
     """Remove trash, temporary files a day old, and segments that waited a day for what comes before them."""
-    fs = PosixFileSystem()
     gone: dict[str, int] = defaultdict(int)
-    for folder in model_folders(fs, directory):
-        store = directory_of(fs, folder)
-        report = store.reap(TRASH_GRACE_S)
+    for folder in model_folders(store.fs, store.root):
+        directory = directory_of(store.fs, folder)
+        report = directory.reap(TRASH_GRACE_S)
         gone["temps"] += report.n_foreign_temps + report.n_own_temps
         gone["trash"] += report.n_trashed
-        now_s = store.now_ns() / NS_PER_S
-        state = look(fs, folder, Terms())
+        now_s = directory.now_ns() / NS_PER_S
+        state = look(store.fs, folder, store.terms())
         for name in state.chains.orphans():
             if now_s - state.files[name].mtime_s > FOREIGN_TEMP_S:
-                store.delete(name)
+                directory.delete(name)
                 gone["orphans"] += 1
-        for entry in store.quarantined() if quarantine else ():
-            store.release_quarantined(entry.name)
+        for entry in directory.quarantined() if quarantine else ():
+            directory.release_quarantined(entry.name)
             gone["quarantined"] += 1
     if as_json:
         print_json(dict(gone))
@@ -203,14 +199,13 @@ def gc(directory: Path, quarantine: bool, as_json: bool) -> None:
 
 
 @click.command()
-@_DIRECTORY
+@store_argument
 @json_option
-def du(directory: Path, as_json: bool) -> None:
+def du(store: OpenStore, as_json: bool) -> None:
     """How much each model takes, by version and kind of rows, and how much sharing saves."""
-    fs = PosixFileSystem()
     rows = []
-    for folder in model_folders(fs, directory):
-        state = look(fs, folder, Terms())
+    for folder in model_folders(store.fs, store.root):
+        state = look(store.fs, folder, store.terms())
         by_kind: dict[tuple[int, str], list[FileView]] = defaultdict(list)
         for view in state.files.values():
             by_kind[view.version, view.kind.name].append(view)
@@ -248,19 +243,18 @@ def _unshared_bytes(state: Folder, view: FileView) -> int:
 
 
 @click.command()
-@_DIRECTORY
+@store_argument
 @click.option("--name", help="A file's name; with a segment go those before it that nothing else needs.")
 @click.option("--tokens", help="A conversation's token ids, as for lcp: everything goes that only it uses.")
 @json_option
-def rm(directory: Path, name: str | None, tokens: str | None, as_json: bool) -> None:
+def rm(store: OpenStore, name: str | None, tokens: str | None, as_json: bool) -> None:
     """Remove a conversation's snapshots, at once and for good. What others share stays."""
     if (name is None) == (tokens is None):
         raise click.UsageError("give --name or --tokens")
-    fs = PosixFileSystem()
     gone = []
     wanted = None if tokens is None else read_tokens(tokens)
-    for folder in model_folders(fs, directory):
-        state = look(fs, folder, Terms())
+    for folder in model_folders(store.fs, store.root):
+        state = look(store.fs, folder, store.terms())
         if name is not None:
             going = set(state.only_of(names.check_snapshot(name))) if name in state.files else set()
             if going and state.chains.children(name):
@@ -268,7 +262,7 @@ def rm(directory: Path, name: str | None, tokens: str | None, as_json: bool) -> 
         else:
             going = _of_tokens(state, wanted)
         for victim in sorted(going):
-            directory_of(fs, folder).delete(victim)
+            directory_of(store.fs, folder).delete(victim)
             gone.append(str(folder / victim))
     if as_json:
         print_json({"removed": gone})

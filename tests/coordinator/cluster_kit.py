@@ -241,12 +241,12 @@ class Processes:
             "--tokenizer-digest", text.digest, "--vocabulary-size", str(text.vocab_size), *more,
         )  # fmt: skip
 
-    def node(self, node_id: str, coordinator: str, store: Path) -> subprocess.Popen[str]:
+    def node(self, node_id: str, coordinator: str, store: Path, *more: str) -> subprocess.Popen[str]:
         """A real one, with the engine."""
         return self.start(
             "-c", "from kvferry.client.cli import main; main()", "node", "run", "--model", str(self._model_path),
             "--coordinator", coordinator, "--store", str(store), "--node-id", node_id, "--threads", "1",
-            "--kv-memory", "256MiB",
+            "--kv-memory", "256MiB", *more,
         )  # fmt: skip
 
     def logs(self) -> str:

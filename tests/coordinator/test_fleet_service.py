@@ -118,7 +118,7 @@ async def test_announced_snapshots_lead_a_turn_to_a_node_that_can_restore(
     new_cluster: Any, model: LoadedModel, tmp_path: Path
 ) -> None:
     store_path = tmp_path / "store"
-    cluster = await new_cluster(store=store_path)
+    cluster = await new_cluster(store=str(store_path))
     busy = await cluster.worker("a")
     client = cluster.client()
     await client.until_nodes(1)

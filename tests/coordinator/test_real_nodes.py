@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
+import pytest
 from cluster_kit import Client, Processes, all_of, eventually, ids_of, take_tokens, until
 
 from kvferry.proto.v1 import chat_pb2, common_pb2
@@ -59,5 +61,30 @@ async def test_a_node_with_another_store_is_noticed_and_told_of(processes: Proce
         assert not (await seen())["a"].other_store
         assert (await seen())["a"].pid == same.pid
         await eventually(lambda: "node b saves to another store" in processes.logs())
+    finally:
+        await client.channel.close()
+
+
+async def test_a_session_resumes_from_an_encrypted_store(processes: Processes, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    key = tmp_path / "key"
+    key.write_bytes(os.urandom(32))
+    key.chmod(0o600)
+    sealed = ("--store-key-file", str(key), "--store-encrypted")
+    _, address = processes.coordinator("127.0.0.1:0", "--store", str(tmp_path / "store"), *sealed)
+    nodes = {name: processes.node(name, address, tmp_path / "store", *sealed) for name in "ab"}
+    client = Client(address)
+    try:
+        await client.until_nodes(2, patience_s=120)
+        session = await client.new_session()
+        answer = ids_of(await all_of(client.generate(session, QUESTION, max_tokens=64, sampling=SAMPLING)))
+        serving = (await client.get(session)).turns[0].placements[0].node_id
+        await eventually(lambda: list((tmp_path / "store").glob("*/*.kv")))
+        os.kill(nodes[serving].pid, signal.SIGKILL)
+        follow_up = await all_of(client.generate(session, "And then?", max_tokens=4))
+        placed = [e.placed for e in follow_up if e.HasField("placed")][-1]
+        assert placed.prefix.n_restored >= len(answer), processes.logs()
+        saved = b"".join(file.read_bytes() for file in (tmp_path / "store").glob("*/*.kv"))
+        assert np.array(answer[:16], "<i4").tobytes() not in saved
     finally:
         await client.channel.close()

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.coordinator.snapshots import MAX_WAITING_JOBS, SnapshotView
 from kvferry.store.geometry import KvGeometry
+from kvferry.store.place import StorePlace
 from kvferry.store.snapshot_store import SnapshotStore
 
 GEOMETRY = KvGeometry(n_layers=1, n_kv_heads=1, head_dim=2)
@@ -37,7 +38,7 @@ def drained(view: SnapshotView) -> None:
 
 @pytest.fixture
 def view(tmp_path: Path) -> Any:
-    made = SnapshotView(tmp_path)
+    made = SnapshotView(StorePlace(str(tmp_path)))
     made.start()
     yield made
     made.stop()
@@ -87,7 +88,7 @@ def test_without_a_store_nothing_is_found_and_nothing_runs() -> None:
 
 
 def test_a_store_that_is_not_there_is_no_error(tmp_path: Path) -> None:
-    view = SnapshotView(tmp_path / "nowhere")
+    view = SnapshotView(StorePlace(str(tmp_path / "nowhere")))
     view.start()
     view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
     drained(view)

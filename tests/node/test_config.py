@@ -117,7 +117,7 @@ def test_settings_that_contradict_each_other_are_told_beside_all_other_problems(
         "kv_memory": "-1",
         "threads": -1,
         "kv": "q8",
-        "store": Path("s"),
+        "store": "s",
         "store_version": 1,
     }
     with pytest.raises(ConfigInvalid) as caught:

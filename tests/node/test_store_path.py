@@ -20,8 +20,9 @@ from kvferry.node.config import load_config
 from kvferry.node.errors import StoreMisconfigured
 from kvferry.node.io_threads import IoThreads
 from kvferry.node.loading import load_serving
-from kvferry.node.store_path import check_store_path, why_not_store
+from kvferry.node.store_path import check_store, why_not_store
 from kvferry.store.errors import StoreError, StoreUnavailable
+from kvferry.store.place import StorePlace
 
 from .running_node import node_command
 
@@ -47,7 +48,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_start(tmp_path: Path, monkeypatc
     go_on = threading.Event()
     monkeypatch.setattr("kvferry.node.store_path.why_not_store", lambda _: str(go_on.wait(20)))
     started_at = time.monotonic()
-    check_store_path(tmp_path, 0.05)
+    check_store(StorePlace(str(tmp_path)), 0.05)
     assert time.monotonic() - started_at < 10
     go_on.set()
 
@@ -59,7 +60,7 @@ def test_no_model_is_loaded_for_it(smollm2_path: Path, tmp_path: Path, monkeypat
         raise AssertionError("loaded")
 
     monkeypatch.setattr(Engine, "load", load)
-    config = load_config({"model": str(smollm2_path), "store": tmp_path / "afile"})
+    config = load_config({"model": str(smollm2_path), "store": str(tmp_path / "afile")})
     loop = asyncio.new_event_loop()
     try:
         with pytest.raises(StoreMisconfigured):

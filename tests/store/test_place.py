@@ -1,0 +1,105 @@
+"""Where a store is and who may read it: folders, object stores, the fleet's key."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from kvferry.store.cli import kv
+from kvferry.store.errors import StoreMisuse
+from kvferry.store.geometry import KvGeometry
+from kvferry.store.memory_rows import MemoryRows
+from kvferry.store.place import StorePlace
+from kvferry.store.seals import SealKind
+from kvferry.store.snapshot_store import SnapshotStore
+
+GEOMETRY = KvGeometry(3, 2, 4)
+IDS = np.arange(1, 41, dtype=np.int32)
+K = np.random.default_rng(1).standard_normal((3, 40, 8), np.float32)
+
+needs_cryptography = pytest.mark.skipif(
+    importlib.util.find_spec("cryptography") is None, reason="pip install cryptography"
+)
+
+
+def key_file(folder: Path, key: bytes = b"0123456789abcdef0123456789abcdef", mode: int = 0o600) -> Path:
+    path = folder / "key"
+    path.write_bytes(key)
+    path.chmod(mode)
+    return path
+
+
+def store_at(place: StorePlace, node_id: str = "n") -> SnapshotStore:
+    fs, root, seal = place.open()
+    store = SnapshotStore(root, "feed", GEOMETRY, 1024, 1 << 30, 100, node_id, version=3, fs=fs, seal=seal)
+    store.reap()
+    store.refresh()
+    return store
+
+
+@pytest.mark.parametrize(
+    ("encrypted", "kind"), [(False, SealKind.KEYED), pytest.param(True, SealKind.ENCRYPTED, marks=needs_cryptography)]
+)
+def test_with_a_key_only_who_has_it_reads_what_was_saved(tmp_path: Path, encrypted: bool, kind: SealKind) -> None:
+    place = StorePlace(str(tmp_path / "store"), key_file(tmp_path), encrypted)
+    store = store_at(place)
+    info = store.publish(IDS, MemoryRows(K, -K))
+    content = (store.path / info.name).read_bytes()
+    assert content[196] == kind
+    assert (IDS.tobytes() in content) is not encrypted
+    assert store_at(place, "other").find(IDS).n_common == 40
+    without = store_at(StorePlace(str(tmp_path / "store")), "third")
+    assert without.find(IDS) is None
+    assert without.refused() == {info.name: "key_mismatch"}
+    assert (store.path / info.name).exists(), "a file of another key is not damaged"
+
+
+@pytest.mark.parametrize(
+    ("key", "mode", "said"),
+    [(b"tooshort", 0o600, "needs 16 bytes"), (b"k" * 32, 0o644, "chmod 600"), (b"k" * 5000, 0o600, "longer than 4096")],
+)
+def test_a_key_that_cannot_be_used_is_refused_in_a_sentence_that_does_not_tell_it(
+    tmp_path: Path, key: bytes, mode: int, said: str
+) -> None:
+    with pytest.raises(StoreMisuse, match=said) as error:
+        StorePlace(str(tmp_path), key_file(tmp_path, key, mode)).open()
+    assert key.decode() not in str(error.value)
+
+
+def test_a_key_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreMisuse, match="cannot be read: No such file"):
+        StorePlace(str(tmp_path), tmp_path / "nokey").open()
+
+
+def test_encryption_needs_a_key(tmp_path: Path) -> None:
+    with pytest.raises(StoreMisuse, match="needs a key"):
+        StorePlace(str(tmp_path), encrypted=True).open()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("obstore") is None, reason="pip install obstore")
+def test_an_object_store_is_named_by_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    place = StorePlace("s3://bucket/deep/prefix")
+    assert place.folder is None
+    assert place.open()[1] == Path()
+    with pytest.raises(StoreMisuse, match="is not s3://BUCKET/PREFIX"):
+        StorePlace("s3://").open()
+
+
+@pytest.mark.parametrize("command", [["ls"], ["fsck"], ["du"], ["scrub"], ["lcp", "--tokens", "1,2,3"]])
+def test_offline_commands_take_the_key(tmp_path: Path, command: list[str]) -> None:
+    key = key_file(tmp_path)
+    store_at(StorePlace(str(tmp_path / "store"), key)).publish(IDS, MemoryRows(K, -K))
+    name, *rest = command
+    with_key = CliRunner().invoke(kv, [name, str(tmp_path / "store"), *rest, "--store-key-file", str(key), "--json"])
+    assert with_key.exit_code == 0, with_key.output
+    assert "key_mismatch" not in with_key.output
+    files = list((tmp_path / "store" / "feed").glob("*.kv"))
+    for one in (["verify"], ["inspect"]):
+        judged = CliRunner().invoke(kv, [*one, str(files[0]), "--store-key-file", str(key)])
+        assert judged.exit_code == 0, judged.output
+        assert CliRunner().invoke(kv, [*one, str(files[0])]).exit_code != 0
