@@ -43,6 +43,9 @@ MAX_TRIES: Final = 4
 MAX_REFUSALS: Final = 8
 """Refused snapshots that one turn reports."""
 
+UPKEEP_SECONDS: Final = 30.0
+"""Between two looks for chains that are too long; only while nothing waits to be saved."""
+
 NOT_OPEN: Final = "the store is not open yet"
 
 
@@ -124,6 +127,7 @@ class IoThreads:
         self._read_error = NOT_OPEN
         self._write_error = NOT_OPEN
         self.store_id = ""  # until the store has told
+        self._looked_after_at = time.monotonic()
         self._is_full = False  # what only a save that fits can disprove
         self._reads: IoLane[RestoreRequest] = IoLane(
             "kvferry-io-read",
@@ -210,8 +214,11 @@ class IoThreads:
     # Opening, and looking whether a failed store is back: each thread for its own side.
 
     def _probe_writes(self) -> None:
-        """See whether the store can be written to."""
-        if self._store is None or not (self._write_error or self._read_error):
+        """See whether the store can be written to, and look after it while there is nothing else to do."""
+        if self._store is None:
+            return
+        if not (self._write_error or self._read_error):
+            self._look_after(self._store)
             return
         with self._writes.working("looking whether it can be written to"):
             try:
@@ -222,6 +229,21 @@ class IoThreads:
             except StoreError as error:
                 self._write_error = str(error)
                 self._cannot_open(error)
+
+    def _look_after(self, store: SnapshotStore) -> None:
+        """Merge one long chain, now and then: a save that comes meanwhile waits for no more than that."""
+        now = time.monotonic()
+        if now < self._looked_after_at + UPKEEP_SECONDS:
+            return
+        self._looked_after_at = now
+        with self._writes.working("merging the segments of a long chain"):
+            try:
+                n_merged = store.compact(self._writes.tell, most_chains=1)
+            except StoreError as error:
+                log.warning("a long chain of segments stays as it is: %s", error)
+            else:
+                if n_merged:
+                    log.info("%d segments of a long chain became one", n_merged)
 
     def _probe_reads(self) -> None:
         """See whether the store can be read."""

@@ -296,21 +296,26 @@ class SegmentShelf:
 
     # --- compaction
 
-    def compact(self) -> int:
+    def compact(self, tell: Callable[[], None], most_chains: int | None) -> int:
         """Replaces chains of more than max_chain segments by longer segments; returns how many were replaced.
 
-        The new segment is durable and known before an old one goes, and whoever reads an old one can finish. Raises
-        StoreFull, WriteBudgetSpent, StoreUnavailable; nothing is lost then.
+        ``tell`` is called whenever that has got on; it ends after ``most_chains`` chains.
+
+        The new segment is durable and known before an old one goes, and whoever reads an old one can finish.
+        Raises StoreFull, WriteBudgetSpent, StoreUnavailable; nothing is lost then.
         """
-        n_replaced = 0
+        n_replaced = n_chains = 0
         for leaf in self.catalog.leaves():
             chain = self.catalog.chain(leaf, 1 << 62)
             run = plan_compaction([len(part.token_ids) for part, _ in chain], self.max_chain)
             if run is not None:
-                n_replaced += self._merge(chain[: run.stop], run.start)
+                n_replaced += self._merge(chain[: run.stop], run.start, tell)
+                n_chains += 1
+                if n_chains == most_chains:
+                    break
         return n_replaced
 
-    def _merge(self, chain: Sequence[tuple[Segment, int]], first: int) -> int:
+    def _merge(self, chain: Sequence[tuple[Segment, int]], first: int, tell: Callable[[], None]) -> int:
         run = [segment for segment, _ in chain[first:]]
         covered = [segment.name for segment, stop in chain[first:] if stop == segment.end]  # others hang on the rest
         start, end = run[0].start, chain[-1][1]
@@ -328,20 +333,21 @@ class SegmentShelf:
                 layout=reader.parts[0].file.extent.layout,
             )
             new_spans = [span for span in spans if span.start >= start]
-            self._write(
-                extent, ids[start:], new_spans, reader.parts[-1].file.logits(), CheckedChain(reader), None, chain
-            )
+            rows = CheckedChain(reader, tell)
+            self._write(extent, ids[start:], new_spans, reader.parts[-1].file.logits(), rows, None, chain)
         return self.evictor.discard(covered)
 
 
 class CheckedChain:
     """A chain as a source whose damage is a refusal, so that it is never written into another file."""
 
-    def __init__(self, reader: ChainReader) -> None:
+    def __init__(self, reader: ChainReader, tell: Callable[[], None] = lambda: None) -> None:
         self._reader = reader
+        self._tell = tell
 
     def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
         """Copies rows out. Raises SnapshotRejected(block_digest_mismatch), and what reading raises."""
+        self._tell()
         try:
             self._reader.read_planes(layer, start, stop, planes)
         except BlockDamagedError as damage:

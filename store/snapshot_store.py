@@ -362,13 +362,15 @@ class SnapshotStore:
         self._catalog.add(whole.name, ids)
         return SnapshotInfo(whole.name, len(ids), whole.n_bytes, whole.outcome == "already_there")
 
-    def compact(self) -> int:
+    def compact(self, tell: Callable[[], None] = lambda: None, most_chains: int | None = None) -> int:
         """Merges the segments of long chains; in idle time. Returns how many segments were replaced.
+
+        ``tell`` is called whenever that has got on; it ends after ``most_chains`` chains.
 
         Raises StoreFull, StoreUnavailable, SnapshotRejected; nothing is lost then.
         """
         self._must_write("compact")
-        return self._segments.compact()
+        return self._segments.compact(tell, most_chains)
 
     # --- space
 

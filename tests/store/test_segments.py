@@ -292,6 +292,21 @@ def test_long_chains_are_compacted_without_a_moment_of_unreadability(tmp_path) -
     assert_gives(reader, IDS, 400)
 
 
+def test_one_chain_at_a_time_is_compacted_and_progress_is_told(tmp_path) -> None:
+    store = store_at(tmp_path)
+    chats = [np.concatenate([np.full(4, 900 + i, np.int32), IDS[:300]]) for i in range(2)]
+    for ids in chats:
+        for n in range(4, 305, 4):
+            store.publish(ids[:n], rows_for(ids))
+    told: list[int] = []
+    assert store.compact(lambda: told.append(1), most_chains=1) > 60
+    assert told
+    assert store.compact(most_chains=1) > 60
+    assert store.compact() == 0
+    for ids in chats:
+        assert_gives(store, ids, 304)
+
+
 def test_every_instant_of_a_compaction_leaves_the_chain_readable(tmp_path) -> None:
     """Another node looks after each call of the file system that compaction makes."""
     looks = []
