@@ -160,7 +160,7 @@ class Run:
         pixels = integers(self.random, sum(grid.n_patches for grid in self.case.grids), vision.patch_elements)
         features: Features = self.engine.tower.see(pixels, self.case.grids)
         self.found.update(features.embeds.tobytes() + features.deepstack.tobytes())
-        return SeenPrompt(self.case.tokens, self.case.grids, features, vision)
+        return SeenPrompt.of_prompt(self.case.tokens, self.case.grids, features, vision)
 
     def _begun(self) -> KvSequence:
         """A sequence that has the given rows, in memory that held other rows before."""
