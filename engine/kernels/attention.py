@@ -99,7 +99,7 @@ def attend(
     scratch: int,
 ) -> None:
     """Heads [first_in_group, end_in_group) of those that share KV head ``kv_head``, for the rows of attention tile
-    ``tile``; writes quantised activation rows."""
+    ``tile``. The result stays in ``scratch``, for ``store_attended``."""
     head_dim = model.head_dim
     head_bytes = head_dim * FLOAT_BYTES
     n_heads = end_in_group - first_in_group
@@ -174,12 +174,31 @@ def attend(
             output + row * head_bytes,
         )
 
-    head_blocks = head_dim // KV_BLOCK
+
+@kernel
+def store_attended(
+    model: Any,
+    workspace: Any,
+    step: Any,
+    tile: int,
+    kv_head: int,
+    first_in_group: int,
+    end_in_group: int,
+    scratch: int,
+) -> None:
+    """What ``attend`` has just computed with the same arguments, into quantised activation rows."""
+    n_heads = end_in_group - first_in_group
+    first_head = kv_head * (model.n_heads // model.n_kv_heads) + first_in_group
+    first_row = load_int32(step.tile_starts_at + 4 * tile)
+    n_rows = (load_int32(step.tile_starts_at + 4 * tile + 4) - first_row) * n_heads
+    output = scratch + workspace.scratch_tile_output
+    sums = scratch + workspace.scratch_tile_sums
+    head_blocks = model.head_dim // KV_BLOCK
     n_blocks = model.n_heads * head_blocks
-    stride = activation_stride(model.n_heads * head_dim)
+    stride = activation_stride(model.n_heads * model.head_dim)
     for row in range(n_rows):
         attention_output(
-            output + row * head_bytes,
+            output + row * model.head_dim * FLOAT_BYTES,
             head_blocks,
             sums + row * _SCORE_BYTES,
             workspace.attended_at + (first_row + row // n_heads) * stride,

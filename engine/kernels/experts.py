@@ -3,6 +3,9 @@
 Phases: norm and route each row | list the rows of each expert | gather them | gate and up of every expert that has
 rows | down of the same | each row's sum. Only the weights of chosen experts are read. What a row gets depends on that
 row alone: other rows at the same expert share its weights, never a sum.
+
+How many portions the experts' phases have is known only in mid-step. It is noted in their lines (work.py), where a late
+thread finds it as well; the lists themselves may be another layer's by then.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.engine.kernels.attention import activation_stride
-from kvferry.engine.kernels.feed_forward import gated_units
+from kvferry.engine.kernels.feed_forward import gate_and_up, store_gated
 from kvferry.engine.kernels.intrinsics import (
     add_floats,
     add_scaled,
@@ -29,8 +32,10 @@ from kvferry.engine.kernels.intrinsics import (
 from kvferry.engine.kernels.jit import glue, kernel
 from kvferry.engine.kernels.layout import FLOAT_BYTES, QUANT_BLOCK
 from kvferry.engine.kernels.linear import UNIT_GROUPS, UNIT_ROWS, group_bytes, linear
-from kvferry.engine.kernels.sync import barrier
-from kvferry.engine.kernels.work import take
+from kvferry.engine.kernels.work import claim, finish, line_of, next_portion, note, noted, open_phase, portion_size
+
+# Phases, counted from the first of a sparse layer's own.
+_ROUTE, _LIST, _GATHER, _GATE, _DOWN, _SUM = 0, 1, 2, 3, 4, 5
 
 
 @kernel
@@ -98,107 +103,165 @@ def _list_places(model: Any, workspace: Any, n_rows: int) -> None:
 
 
 @kernel
-def _start_of(workspace: Any, expert: int) -> int:
-    """First place of an expert."""
-    return load_int32(workspace.expert_ends_at + 4 * (expert - 1)) if expert > 0 else 0
+def _rows_of(workspace: Any, expert: int, most: int) -> tuple[int, int]:
+    """First place of an expert, and how many rows it has: at most ``most``, also where a late thread asks."""
+    start = load_int32(workspace.expert_ends_at + 4 * (expert - 1)) if expert > 0 else 0
+    return start, min(max(load_int32(workspace.expert_ends_at + 4 * expert) - start, 0), most)
 
 
 @kernel
-def _run_of(n_units: int, n_rows: int, n_threads: int) -> int:
-    """Units of one expert that a thread takes at a time: a long stream of weights when there is one row."""
-    return (n_units + n_threads - 1) // n_threads if n_rows == 1 else 1
+def _route_rows(run: Any, layer: Any, number: int) -> None:
+    model, workspace = run.model, run.workspace
+    n_blocks, n_active = model.hidden_size // QUANT_BLOCK, model.n_active
+    stride = activation_stride(model.hidden_size)
+    normed = run.scratch + workspace.scratch_row
+    row_aside = run.scratch + workspace.scratch_choice
+    size = portion_size(run.step.n_rows, run.step.n_rows, run.n_threads)
+    phase = open_phase(run, number, (run.step.n_rows + size - 1) // size, run.step.n_rows)
+    portion = next_portion(phase)
+    while portion >= 0:
+        for row in range(portion * size, min(portion * size + size, run.step.n_rows)):
+            hidden = workspace.hidden_at + row * model.hidden_size * FLOAT_BYTES
+            quantised = workspace.normed_at + row * stride
+            ids = workspace.chosen_at + 4 * row * n_active
+            weights = workspace.chosen_weights_at + FLOAT_BYTES * row * n_active
+            norm_floats(hidden, layer.ffn_norm_at, n_blocks, model.rms_eps, normed)
+            # One row is a portion where portions are retried.
+            quantised_to, ids_to = (row_aside, row_aside + stride) if phase.retried else (quantised, ids)
+            weights_to = ids_to + 4 * n_active if phase.retried else weights
+            norm_quantise(hidden, layer.ffn_norm_at, n_blocks, model.rms_eps, quantised_to)
+            route(
+                normed, layer.router_at, n_blocks, model.n_experts, n_active, model.normalise,
+                normed + model.hidden_size * FLOAT_BYTES, ids_to, weights_to,
+            )  # fmt: skip
+            if phase.retried and claim(phase, portion):
+                copy_bytes(quantised, quantised_to, stride)
+                copy_bytes(ids, ids_to, 4 * n_active)
+                copy_bytes(weights, weights_to, FLOAT_BYTES * n_active)
+                finish(phase)
+        if not phase.retried:
+            finish(phase)
+        portion = next_portion(phase)
 
 
 @glue
-def _gate_and_up(model: Any, workspace: Any, step: Any, layer: Any, scratch: int, phase: int, n_threads: int) -> None:
-    n_blocks = model.hidden_size // QUANT_BLOCK
-    n_units = model.expert_size // UNIT_ROWS
+def _list_and_note(run: Any, first: int, n_gate_runs: int, n_down_runs: int) -> None:
+    phase = open_phase(run, first + _LIST, np.int64(1), np.int64(0))
+    portion = next_portion(phase)
+    while portion >= 0:
+        _list_places(run.model, run.workspace, run.step.n_rows)
+        n_with_rows = load_int32(run.workspace.active_at)
+        note(line_of(run, first + _GATE), n_with_rows * n_gate_runs)
+        note(line_of(run, first + _DOWN), n_with_rows * n_down_runs)
+        finish(phase)
+        portion = next_portion(phase)
+
+
+@glue
+def _gather(run: Any, number: int) -> None:
+    workspace, n_active = run.workspace, run.model.n_active
+    stride = activation_stride(run.model.hidden_size)
+    size = portion_size(run.step.n_rows, np.int64(2), run.n_threads)
+    phase = open_phase(run, number, (run.step.n_rows + size - 1) // size, np.int64(0))
+    portion = next_portion(phase)
+    while portion >= 0:
+        end = min(portion * size + size, run.step.n_rows)
+        for choice in range(portion * size * n_active, end * n_active):
+            source = workspace.normed_at + choice // n_active * stride
+            copy_bytes(workspace.gathered_at + load_int32(workspace.places_at + 4 * choice) * stride, source, stride)
+        finish(phase)
+        portion = next_portion(phase)
+
+
+@glue
+def _gate_and_up(run: Any, layer: Any, size: int, n_runs: int, number: int) -> None:
+    """A portion is a run of ``size`` units of one expert, which has ``n_runs`` of them."""
+    model, workspace, n_rows = run.model, run.workspace, run.step.n_rows
+    n_blocks, n_units = model.hidden_size // QUANT_BLOCK, model.expert_size // UNIT_ROWS
     stride, gated_stride = activation_stride(model.hidden_size), activation_stride(model.expert_size)
     gate_bytes = n_units * UNIT_GROUPS * group_bytes(layer.gate_kind, n_blocks)
     up_bytes = n_units * UNIT_GROUPS * group_bytes(layer.up_kind, n_blocks)
-    run = _run_of(n_units, step.n_rows, n_threads)
-    n_runs = (n_units + run - 1) // run
-    n_items = load_int32(workspace.active_at) * n_runs
-    item = take(workspace, phase, np.int64(1))
-    while item < n_items:
-        expert = load_int32(workspace.active_at + 4 + 4 * (item // n_runs))
-        start = _start_of(workspace, expert)
-        first = item % n_runs * run
-        gated_units(
+    aside = run.scratch + workspace.scratch_linear
+    phase = open_phase(run, number, noted(line_of(run, number)), n_rows)
+    portion = next_portion(phase)
+    while portion >= 0:
+        expert = load_int32(workspace.active_at + 4 + 4 * (portion // n_runs))
+        start, n = _rows_of(workspace, expert, n_rows)
+        first = portion % n_runs * size
+        n_run_units = min(size, n_units - first)
+        gate_and_up(
             layer.gate_kind, layer.gate_at + expert * gate_bytes, layer.up_kind, layer.up_at + expert * up_bytes,
-            n_blocks, first, min(run, n_units - first), n_units,
-            workspace.gathered_at + start * stride, stride,
-            load_int32(workspace.expert_ends_at + 4 * expert) - start,
-            workspace.expert_gated_at + start * gated_stride, scratch + workspace.scratch_linear,
+            n_blocks, first, n_run_units, workspace.gathered_at + start * stride, stride, n, aside,
         )  # fmt: skip
-        item = take(workspace, phase, np.int64(1))
+        if claim(phase, portion):
+            store_gated(aside, first, n_run_units, n_units, n, workspace.expert_gated_at + start * gated_stride)
+            finish(phase)
+        portion = next_portion(phase)
 
 
 @glue
-def _down(model: Any, workspace: Any, step: Any, layer: Any, phase: int, n_threads: int) -> None:
-    n_blocks = model.expert_size // QUANT_BLOCK
-    n_units = model.hidden_size // UNIT_ROWS
+def _down(run: Any, layer: Any, size: int, n_runs: int, number: int) -> None:
+    """A portion is as in gate and up."""
+    model, workspace, n_rows = run.model, run.workspace, run.step.n_rows
+    n_blocks, n_units = model.expert_size // QUANT_BLOCK, model.hidden_size // UNIT_ROWS
     stride, row_bytes = activation_stride(model.expert_size), model.hidden_size * FLOAT_BYTES
     down_bytes = n_units * UNIT_GROUPS * group_bytes(layer.down_kind, n_blocks)
-    run = _run_of(n_units, step.n_rows, n_threads)
-    n_runs = (n_units + run - 1) // run
-    n_items = load_int32(workspace.active_at) * n_runs
-    item = take(workspace, phase, np.int64(1))
-    while item < n_items:
-        expert = load_int32(workspace.active_at + 4 + 4 * (item // n_runs))
-        start = _start_of(workspace, expert)
-        first = item % n_runs * run
+    aside = run.scratch + workspace.scratch_linear
+    phase = open_phase(run, number, noted(line_of(run, number)), n_rows)
+    portion = next_portion(phase)
+    while portion >= 0:
+        expert = load_int32(workspace.active_at + 4 + 4 * (portion // n_runs))
+        start, n = _rows_of(workspace, expert, n_rows)
+        first = portion % n_runs * size
+        n_run_units = min(size, n_units - first)
+        width = n_run_units * UNIT_ROWS * FLOAT_BYTES
+        out = workspace.expert_out_at + start * row_bytes + first * UNIT_ROWS * FLOAT_BYTES
+        target, target_stride = (aside, width) if phase.retried else (out, row_bytes)
         linear(
-            layer.down_kind, layer.down_at + expert * down_bytes, n_blocks, first, min(run, n_units - first),
-            workspace.expert_gated_at + start * stride, stride,
-            load_int32(workspace.expert_ends_at + 4 * expert) - start,
-            workspace.expert_out_at + start * row_bytes + first * UNIT_ROWS * FLOAT_BYTES, row_bytes, np.int64(0),
+            layer.down_kind, layer.down_at + expert * down_bytes, n_blocks, first, n_run_units,
+            workspace.expert_gated_at + start * stride, stride, n, target, target_stride, np.int64(0),
         )  # fmt: skip
-        item = take(workspace, phase, np.int64(1))
+        if claim(phase, portion):
+            if phase.retried:
+                for row in range(n):
+                    copy_bytes(out + row * row_bytes, aside + row * width, width)
+            finish(phase)
+        portion = next_portion(phase)
 
 
 @glue
-def _add_weighted(model: Any, workspace: Any, step: Any, scratch: int, thread: int, n_threads: int) -> None:
+def _add_weighted(run: Any, number: int) -> None:
     """hidden += the sum of the experts' outputs by weight, best first."""
+    model, workspace = run.model, run.workspace
     n_blocks = model.hidden_size // QUANT_BLOCK
     row_bytes = model.hidden_size * FLOAT_BYTES
-    total = scratch + workspace.scratch_row
-    for row in range(thread, step.n_rows, n_threads):
+    total = run.scratch + workspace.scratch_row
+    phase = open_phase(run, number, run.step.n_rows, run.step.n_rows)
+    row = next_portion(phase)
+    while row >= 0:
         for i in range(model.hidden_size):
             store_float(total + i * FLOAT_BYTES, np.float32(0.0))
         for choice in range(row * model.n_active, (row + 1) * model.n_active):
             source = workspace.expert_out_at + load_int32(workspace.places_at + 4 * choice) * row_bytes
             add_scaled(total, source, load_float(workspace.chosen_weights_at + choice * FLOAT_BYTES), n_blocks)
-        add_floats(workspace.hidden_at + row * row_bytes, total, n_blocks)
+        if claim(phase, row):
+            add_floats(workspace.hidden_at + row * row_bytes, total, n_blocks)
+            finish(phase)
+        row = next_portion(phase)
 
 
 @glue
-def mixture(
-    model: Any, workspace: Any, step: Any, layer: Any, scratch: int, phase: int, thread: int, n_threads: int
-) -> None:
-    """The feed-forward part of a sparse layer; takes work from counters ``phase`` and ``phase + 1``."""
-    n_blocks = model.hidden_size // QUANT_BLOCK
-    stride = activation_stride(model.hidden_size)
-    normed = scratch + workspace.scratch_row
-    for row in range(thread, step.n_rows, n_threads):
-        hidden = workspace.hidden_at + row * model.hidden_size * FLOAT_BYTES
-        norm_floats(hidden, layer.ffn_norm_at, n_blocks, model.rms_eps, normed)
-        norm_quantise(hidden, layer.ffn_norm_at, n_blocks, model.rms_eps, workspace.normed_at + row * stride)
-        route(
-            normed, layer.router_at, n_blocks, model.n_experts, model.n_active, model.normalise,
-            normed + model.hidden_size * FLOAT_BYTES,
-            workspace.chosen_at + 4 * row * model.n_active, workspace.chosen_weights_at + 4 * row * model.n_active,
-        )  # fmt: skip
-    barrier(workspace.control_at, n_threads)
-    if thread == 0:
-        _list_places(model, workspace, step.n_rows)
-    barrier(workspace.control_at, n_threads)
-    for choice in range(thread, step.n_rows * model.n_active, n_threads):
-        source = workspace.normed_at + choice // model.n_active * stride
-        copy_bytes(workspace.gathered_at + load_int32(workspace.places_at + 4 * choice) * stride, source, stride)
-    barrier(workspace.control_at, n_threads)
-    _gate_and_up(model, workspace, step, layer, scratch, phase, n_threads)
-    barrier(workspace.control_at, n_threads)
-    _down(model, workspace, step, layer, phase + 1, n_threads)
-    barrier(workspace.control_at, n_threads)
-    _add_weighted(model, workspace, step, scratch, thread, n_threads)
+def mixture(run: Any, layer: Any, number: int) -> None:
+    """The feed-forward part of a sparse layer; its phases have the numbers from ``number`` on."""
+    gate_units, down_units = run.model.expert_size // UNIT_ROWS, run.model.hidden_size // UNIT_ROWS
+    n_portions = run.n_threads if run.step.n_rows == 1 else max(gate_units, down_units)
+    gate_size = (gate_units + n_portions - 1) // n_portions
+    down_size = (down_units + n_portions - 1) // n_portions
+    n_gate_runs = (gate_units + gate_size - 1) // gate_size
+    n_down_runs = (down_units + down_size - 1) // down_size
+    _route_rows(run, layer, number + _ROUTE)
+    _list_and_note(run, number, n_gate_runs, n_down_runs)
+    _gather(run, number + _GATHER)
+    _gate_and_up(run, layer, gate_size, n_gate_runs, number + _GATE)
+    _down(run, layer, down_size, n_down_runs, number + _DOWN)
+    _add_weighted(run, number + _SUM)

@@ -12,7 +12,7 @@ from kvferry.engine.kernels.linear import UNIT_ROWS, linear
 
 
 @kernel
-def gated_units(
+def gate_and_up(
     gate_kind: int,
     gate_at: int,
     up_kind: int,
@@ -20,27 +20,30 @@ def gated_units(
     n_blocks: int,
     first: int,
     n: int,
-    n_units: int,
     x: int,
     x_stride: int,
     n_rows: int,
-    gated: int,
-    scratch: int,
+    aside: int,
 ) -> None:
-    """Units [first, first + n) of ``n_units``, 32 outputs of gate and up each, for ``n_rows`` activation rows at ``x``.
+    """Units [first, first + n), 32 outputs of gate and up each, for ``n_rows`` activation rows at ``x``.
 
-    ``gated``: activation rows of n_units * 32 elements. ``scratch``: room for 2 * n_rows * n * 32 floats.
+    ``aside``: room for 2 * n_rows * n * 32 floats, which ``store_gated`` takes.
     """
     row_bytes = n * UNIT_ROWS * FLOAT_BYTES
-    gated_stride = activation_stride(n_units * UNIT_ROWS)
-    up = scratch + n_rows * row_bytes
     for which in range(2):
-        kind, weights, target = gate_kind, gate_at, scratch
+        kind, weights, target = gate_kind, gate_at, aside
         if which == 1:
-            kind, weights, target = up_kind, up_at, up
+            kind, weights, target = up_kind, up_at, aside + n_rows * row_bytes
         linear(kind, weights, n_blocks, first, n, x, x_stride, n_rows, target, row_bytes, np.int64(0))
+
+
+@kernel
+def store_gated(aside: int, first: int, n: int, n_units: int, n_rows: int, gated: int) -> None:
+    """What ``gate_and_up`` left aside, into units [first, first + n) of activation rows of n_units * 32 elements."""
+    row_bytes = n * UNIT_ROWS * FLOAT_BYTES
+    up = aside + n_rows * row_bytes
     for row in range(n_rows):
-        target = gated + row * gated_stride
+        target = gated + row * activation_stride(n_units * UNIT_ROWS)
         for unit in range(n):
             offset = row * row_bytes + unit * UNIT_ROWS * FLOAT_BYTES
-            gated_quantise(scratch + offset, up + offset, target, n_units, first + unit)
+            gated_quantise(aside + offset, up + offset, target, n_units, first + unit)

@@ -240,6 +240,11 @@ def load_int(_context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def store_int(_context: Any, address: Any, value: Any) -> Any:
+    return _emit(_NOTHING, [_INT, _INT], sync_ir.build_store)
+
+
+@intrinsic
 def load_int32(_context: Any, address: Any) -> Any:
     return _emit(_INT, [_INT], sync_ir.build_load_int32)
 
@@ -285,6 +290,12 @@ def atomic_load(_context: Any, address: Any) -> Any:
 def atomic_add(_context: Any, address: Any, amount: Any) -> Any:
     """Add and return what was there before."""
     return _emit(_INT, [_INT, _INT], sync_ir.build_atomic_add)
+
+
+@intrinsic
+def atomic_or(_context: Any, address: Any, bits: Any) -> Any:
+    """Set bits and return what was there before."""
+    return _emit(_INT, [_INT, _INT], sync_ir.build_atomic_or)
 
 
 @intrinsic

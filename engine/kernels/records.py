@@ -65,12 +65,15 @@ WORKSPACE: Final = np.dtype(
         ("gathered_at", np.int64),  # activation rows [places] of hidden elements
         ("expert_gated_at", np.int64),  # activation rows [places] of expert elements
         ("expert_out_at", np.int64),  # float32 [places, hidden]
-        ("counters_at", np.int64),  # int64, one cache line each: how much of a phase is taken
+        ("phases_at", np.int64),  # work.py: a line for each phase, ``phases_stride`` bytes for each slot
+        ("phases_stride", np.int64),
         ("scratch_at", np.int64),  # one region per thread, ``scratch_stride`` bytes each; offsets in a region:
         ("scratch_stride", np.int64),
+        ("scratch_clock", np.int64),  # work.py
         ("scratch_linear", np.int64),  # float32: a linear layer's outputs on their way through one thread
-        ("scratch_normed", np.int64),  # activation rows of hidden elements, when every thread norms for itself
+        ("scratch_normed", np.int64),  # activation rows of hidden elements on their way through one thread
         ("scratch_row", np.int64),  # float32 [hidden + experts]: a row on its way through router or mixture
+        ("scratch_choice", np.int64),  # an activation row of hidden elements, and its experts: int32, float32 [active]
         ("scratch_tile_query", np.int64),  # float32 [tile rows, head_dim]
         ("scratch_tile_output", np.int64),  # float32 [tile rows, head_dim]
         ("scratch_tile_scores", np.int64),  # float32 [tile rows, 32]
@@ -81,24 +84,24 @@ WORKSPACE: Final = np.dtype(
         ("scratch_tile_values", np.int64),  # float32 [32, head_dim]: a narrow V tile widened
         ("kv_pool_at", np.int64),  # blocks of [n_layers, 2, n_kv_heads] tiles
         ("kv_kind", np.int64),  # of those tiles: KV_F32, KV_F16 or KV_Q8
-        ("control_at", np.int64),  # threads.py: barrier, generation, sleepers
+        ("control_at", np.int64),  # sync.py
     ]
 )
 
+# Two for each slot: all rows of a step, and those that go on behind the last layer's K and V because they get logits.
 STEP: Final = np.dtype(
     [
         ("n_rows", np.int64),
         ("tokens_at", np.int64),  # int32 [n_rows]
+        ("from_rows_at", np.int64),  # int32 [n_rows]: of rows that go on: which of all they are, ascending
         ("positions_at", np.int64),  # int32 [n_rows]
         ("rope_rows_at", np.int64),  # int64 [n_rows]: address of the row's float32 [2, head_dim / 2], cosines and sines
-        ("given_rows_at", np.int64),  # int64 [n_rows]: address of float32 [hidden] instead of an embedding, or 0; or 0
+        ("given_rows_at", np.int64),  # int64 [n_rows]: address of float32 [hidden] instead of an embedding, or 0
         ("n_deepstack", np.int64),  # after so many first layers something is added to some rows
         ("deepstack_at", np.int64),  # int64 [n_rows]: address of float32 [n_deepstack, hidden], or 0
         ("block_tables_at", np.int64),  # int64 [n_rows]: address of the row's sequence's int32 block numbers
         ("n_tiles", np.int64),
         ("tile_starts_at", np.int64),  # int32 [n_tiles + 1]: rows of one sequence that attention takes together
-        ("n_logit_rows", np.int64),
-        ("logit_rows_at", np.int64),  # int32 [n_logit_rows]: which rows get logits
-        ("logits_at", np.int64),  # float32 [n_logit_rows, vocab]
+        ("logits_at", np.int64),  # float32 [n_rows, vocab] of rows that go on
     ]
 )

@@ -1,4 +1,8 @@
-"""Loads, stores, atomics and the processor's spin hint. Addresses are i64."""
+"""Loads, stores, atomics and the processor's spin hint. Addresses are i64.
+
+Atomics are sequentially consistent: who announces something and then looks whether anybody sleeps must not see the
+past.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +32,28 @@ def build_copy(builder: Builder, target: Value, source: Value, n_bytes: Value) -
     t.call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), *pointers, n_bytes, t.int_constant(0, t.I1))
 
 
+def build_store(builder: Builder, address: Value, value: Value) -> None:
+    t.store(builder, value, t.at(builder, address), 8)
+
+
 def build_load_byte(builder: Builder, address: Value) -> Value:
     return builder.zext(t.load(builder, t.I8, t.at(builder, address), 1), t.I64)
 
 
 def build_atomic_load(builder: Builder, address: Value) -> Value:
-    return builder.load_atomic(t.at(builder, address), "acquire", 8, typ=t.I64)
+    return builder.load_atomic(t.at(builder, address), "seq_cst", 8, typ=t.I64)
 
 
 def build_atomic_add(builder: Builder, address: Value, amount: Value) -> Value:
-    return builder.atomic_rmw("add", t.at(builder, address), amount, "acq_rel")
+    return builder.atomic_rmw("add", t.at(builder, address), amount, "seq_cst")
+
+
+def build_atomic_or(builder: Builder, address: Value, bits: Value) -> Value:
+    return builder.atomic_rmw("or", t.at(builder, address), bits, "seq_cst")
 
 
 def build_atomic_exchange(builder: Builder, address: Value, value: Value) -> Value:
-    return builder.atomic_rmw("xchg", t.at(builder, address), value, "acq_rel")
+    return builder.atomic_rmw("xchg", t.at(builder, address), value, "seq_cst")
 
 
 def build_spin_hint(builder: Builder, machine: str = platform.machine()) -> None:

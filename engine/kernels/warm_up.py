@@ -24,9 +24,11 @@ def compile_all() -> None:
     typeof: Any = numba.typeof
     record_types = [typeof(np.zeros(1, r)) for r in (records.MODEL, records.LAYER, records.WORKSPACE, records.STEP)]
     forward.run_steps.compile((*record_types, _INT, _INT, _INT))
-    sync.announce_step.compile((_INT,))
     for kind in WEIGHT_KINDS:
         kernels_of(kind)
+    sync.prepare_control.compile((_INT, _INT))
+    sync.free_slot.compile((_INT, _INT))
+    sync.announce_step.compile((_INT, _INT, _INT))
     source = types.Array(types.uint8, 2, "C", readonly=True)
     rows = types.Array(types.int64, 1, "C")
     packed = types.Array(types.uint8, 3, "C")
