@@ -29,6 +29,7 @@ def node() -> None:
 @click.option("--threads", type=int, help="Threads of the engine; 0: one for each processor.  [default: 0]")
 @click.option("--kv-memory", help="Memory for K/V rows, such as 1GiB.  [default: 1GiB]")
 @click.option("--kv", help="What that memory stores: f32, f16 (half of it) or q8 (a quarter).  [default: f32]")
+@click.option("--vision-cache", help="Memory for what images look like, if the model sees.  [default: 256MiB]")
 @click.option("--context", type=int, help="Most tokens of a conversation.  [default: what the model says]")
 @click.option("--max-running", type=int, help="Turns in one batch.  [default: 8]")
 @click.option("--max-queued", type=int, help="Turns that may wait beside those.  [default: 32]")

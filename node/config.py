@@ -64,6 +64,9 @@ class NodeConfig(BaseSettings):
     kv: Literal["f32", "f16", "q8"] = Field(
         default="f32", description="what the K/V memory stores; nodes that share snapshots store the same"
     )
+    vision_cache: ByteSize = Field(
+        default=ByteSize(256 << 20), ge=1 << 20, description="memory for what images look like, of a model that sees"
+    )
     context: int | None = Field(
         default=None, ge=32, description="most tokens of a sequence; default: what the model says"
     )
@@ -184,7 +187,7 @@ class NodeConfig(BaseSettings):
         return host if self.advertise and _WITH_PORT.fullmatch(host) else f"{host}:{port}"
 
 
-_SIZES: Final = frozenset({"kv-memory", "store-max-bytes", "store-write-per-hour"})
+_SIZES: Final = frozenset({"kv-memory", "vision-cache", "store-max-bytes", "store-write-per-hour"})
 
 
 def load_config(flags: dict[str, Any], toml_file: Path | None = None) -> NodeConfig:

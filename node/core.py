@@ -8,65 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.kv_cache import KvPool, KvSequence
 from kvferry.engine.scheduler import Job, Scheduler, StepOutput
+from kvferry.engine.vision.placed import Images, common_prefix
+from kvferry.engine.vision.sight import SeenPrompt
+from kvferry.engine.vision.tower import Features
 from kvferry.node.errors import StaleEpoch, StoreDown
 from kvferry.node.load import NodeView, Totals
 from kvferry.node.memory import RowMemory
-from kvferry.node.messages import Published, Reply, RestoreDone, RestoreRequest
-from kvferry.node.ports import CoreLimits, IoPort
-from kvferry.node.sessions import Resident, common_prefix
+from kvferry.node.messages import LookDone, LookRequest, Published, Reply, RestoreDone, RestoreRequest
+from kvferry.node.ports import CoreLimits, IoPort, VisionPort
+from kvferry.node.runs import Restoring, Run
+from kvferry.node.sessions import Resident
 from kvferry.node.turns import Event, Failed, Finished, Prefix, Token, Turn
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Run:
-    """A turn with its rows. `turn.token_ids` and then `new_tokens` are its tokens."""
-
-    turn: Turn
-    sequence: KvSequence
-    n_published: int
-    n_resident: int
-    n_restored: int = 0
-    n_shared: int = 0  # taken over from others in memory after it was submitted
-    snapshot: str = ""
-    refused: tuple[str, ...] = ()
-    restore: RestoreRequest | None = None  # set while the rows are awaited
-    restore_asked_at: float = 0.0
-    restore_seconds: float = 0.0
-    started_at: float | None = None
-    new_tokens: list[int] = field(default_factory=list)
-    n_publish_asked: int = 0
-
-    @property
-    def session_id(self) -> str:
-        """The session."""
-        return self.turn.session_id
-
-    def tokens_with_rows(self) -> NDArray[np.int32]:
-        """The tokens whose rows exist, int32 [n_rows]."""
-        tokens = np.concatenate([self.turn.token_ids, np.asarray(self.new_tokens, dtype=np.int32)])
-        return tokens[: self.sequence.n_rows]
-
-
-@dataclass(slots=True)
-class _Restoring:
-    """A RestoreSession call that waits for rows."""
-
-    session_id: str
-    token_ids: NDArray[np.int32]
-    reply: Reply[Prefix]
-    request: RestoreRequest
-    asked_at: float
-    n_resident: int
 
 
 class NodeCore:
@@ -82,6 +43,7 @@ class NodeCore:
         limits: CoreLimits,
         clock: Callable[[], float],
         post: Callable[[Turn, Event], None],
+        vision: VisionPort | None = None,
     ) -> None:
         self.totals = Totals()
         self._scheduler = scheduler
@@ -90,8 +52,9 @@ class NodeCore:
         self._limits = limits
         self._clock = clock
         self._post = post
-        self._runs: dict[int, _Run] = {}  # by run id
-        self._restoring: list[_Restoring] = []
+        self._vision = vision
+        self._runs: dict[int, Run] = {}  # by run id
+        self._restoring: list[Restoring] = []
         self._n_requests = 0
         self._progress_at = clock()
         self.memory = RowMemory(
@@ -153,14 +116,14 @@ class NodeCore:
         for run in self._runs_of(turn.session_id):
             self.stop(run.turn.run_id, StaleEpoch(f"session {turn.session_id} went on at epoch {turn.epoch}"))
         n_most = len(turn.token_ids) - 1  # one token is always computed: its logits are not stored
-        sequence, n_published = self.memory.rows_for(turn.session_id, turn.token_ids, n_most)
-        run = _Run(turn=turn, sequence=sequence, n_published=n_published, n_resident=sequence.n_rows)
+        sequence, n_published = self.memory.rows_for(turn.session_id, turn.token_ids, n_most, turn.images)
+        run = Run(turn=turn, sequence=sequence, n_published=n_published, n_resident=sequence.n_rows)
         self._runs[turn.run_id] = run
         if not turn.recompute:
-            run.restore = self._ask_restore(turn.token_ids, sequence.n_rows, n_most)
+            run.restore = self._ask_restore(turn.token_ids, sequence.n_rows, n_most, turn.images)
         run.restore_asked_at = self._clock()
         if run.restore is None:
-            self._submit(run)
+            self._look(run)
 
     def stop(self, run_id: int, error: Exception | None) -> bool:
         """End a run between two steps, as cancelled or with an error; its rows stay. False when it is not here."""
@@ -169,6 +132,8 @@ class NodeCore:
             return False
         if run.restore is not None:
             run.restore.abandoned, run.restore = True, None
+        elif run.look is not None:
+            run.look.abandoned, run.look = True, None
         else:
             self._scheduler.stop(str(run_id))
         self._post(run.turn, Finished("cancelled") if error is None else Failed(error))
@@ -190,20 +155,44 @@ class NodeCore:
                 log.warning("session %s: the store is too slow, rows are recomputed", run.session_id)
                 run.restore.abandoned, run.restore = True, None
                 run.restore_seconds = now - run.restore_asked_at
-                self._submit(run)
+                self._look(run)
         for waiting in list(self._restoring):
             if stalled or now > waiting.asked_at + self._limits.restore_deadline_seconds:
                 waiting.request.abandoned = True
                 self._restoring.remove(waiting)
                 waiting.reply.fail(StoreDown("the store did not give the session's rows in time"))
 
-    def _runs_of(self, session_id: str) -> list[_Run]:
+    def _runs_of(self, session_id: str) -> list[Run]:
         return [run for run in self._runs.values() if run.session_id == session_id]
 
-    def _submit(self, run: _Run) -> None:
+    def _look(self, run: Run) -> None:
+        """The run has what rows there are: have the vision tower see the images of the others, and run it."""
+        turn = run.turn
+        unseen = tuple(image for image in turn.images if image.end > run.sequence.n_rows)
+        if self._vision is None or not unseen:
+            self._submit(run, {})
+        else:
+            run.look = LookRequest(unseen, turn.pixels)
+            self._vision.submit(run.look)
+
+    def look_done(self, done: LookDone) -> None:
+        """Images were seen, or cannot be; nobody may be waiting any more."""
+        run = next((run for run in self._runs.values() if run.look is done.request), None)
+        if run is None:
+            return
+        run.look = None
+        if done.error is None:
+            self._submit(run, done.features)
+        else:
+            self._post(run.turn, Failed(done.error))
+            self._retire(run)
+
+    def _submit(self, run: Run, features: Mapping[bytes, Features]) -> None:
         if not self.has_work:
             self._progress_at = self._clock()  # it stalls from now on, not since it last had work
         turn = run.turn
+        if turn.images and self._vision is not None:
+            run.seen = SeenPrompt(turn.images, features, self._vision.merge_size)
         job = Job(
             job_id=str(turn.run_id),
             sequence=run.sequence,
@@ -214,15 +203,16 @@ class NodeCore:
             end_token_ids=turn.end_token_ids,
             priority=turn.priority,
             arrival=turn.run_id,  # a turn that waited for the store keeps its place
+            seen=run.seen,
         )
         self._scheduler.submit(job)
 
     def _find_rows(self, job: Job) -> tuple[KvSequence, int] | None:
         """What became resident while the job waited for its place: another session's turn that ended meanwhile."""
         run = self._runs[int(job.job_id)]
-        return self.memory.whole_blocks_for(run.session_id, run.turn.token_ids[:-1])
+        return self.memory.whole_blocks_for(run.session_id, run.turn.token_ids[:-1], run.images)
 
-    def _tell(self, output: StepOutput, began_at: float, now: float) -> _Run | None:
+    def _tell(self, output: StepOutput, began_at: float, now: float) -> Run | None:
         """Post what a step did for one run; returns the run when it ended."""
         run = self._runs[int(output.job_id)]
         if run.started_at is None:
@@ -231,6 +221,8 @@ class NodeCore:
         if not run.new_tokens and (output.token is not None or output.finish is not None):
             self._post(run.turn, self._prefix(run, output.token is not None, now))
         if output.token is not None:
+            if run.seen is not None and not run.new_tokens:
+                run.seen.forget_features()
             run.new_tokens.append(output.token.token_id)
             self._post(run.turn, Token(output.token_index, output.token))
         if output.error is not None:
@@ -239,7 +231,7 @@ class NodeCore:
             self._post(run.turn, Finished(output.finish))
         return run if output.finish is not None or output.error is not None else None
 
-    def _prefix(self, run: _Run, is_computed: bool, now: float) -> Prefix:
+    def _prefix(self, run: Run, is_computed: bool, now: float) -> Prefix:
         started_at = now if run.started_at is None else run.started_at
         n_tokens = len(run.turn.token_ids)
         return Prefix(
@@ -268,7 +260,9 @@ class NodeCore:
 
     # Restores.
 
-    def _ask_restore(self, token_ids: NDArray[np.int32], n_rows: int, n_most: int) -> RestoreRequest | None:
+    def _ask_restore(
+        self, token_ids: NDArray[np.int32], n_rows: int, n_most: int, images: Images
+    ) -> RestoreRequest | None:
         """Ask for a prefix that is worth more than the n_rows we have; None when that cannot be."""
         n_least = n_rows + self._limits.restore_min_tokens
         if self._io is None or n_least > n_most or not self._io.readable():
@@ -277,23 +271,26 @@ class NodeCore:
         if n_short > 0 and self.memory.make_room(n_short) != "free":
             return None
         self._n_requests += 1
-        request = RestoreRequest(self._n_requests, token_ids, n_rows_at_least=n_least, n_rows_at_most=n_most)
+        request = RestoreRequest(self._n_requests, token_ids, n_least, n_most, images)
         self._io.submit(request)
         return request
 
-    def restore_session(self, session_id: str, token_ids: NDArray[np.int32], reply: Reply[Prefix]) -> None:
+    def restore_session(
+        self, session_id: str, token_ids: NDArray[np.int32], images: Images, reply: Reply[Prefix]
+    ) -> None:
         """Bring a prefix into memory; computes nothing."""
         for run in self._runs_of(session_id):
-            reply.ok(_restored(len(token_ids), common_prefix(run.tokens_with_rows(), token_ids)))
+            n_common = common_prefix(run.tokens_with_rows(), token_ids, run.images, images)
+            reply.ok(_restored(len(token_ids), n_common))
             return
-        sequence, n_published = self.memory.rows_for(session_id, token_ids, len(token_ids))
+        sequence, n_published = self.memory.rows_for(session_id, token_ids, len(token_ids), images)
         n_rows = sequence.n_rows
-        self.memory.keep(Resident(session_id, token_ids[:n_rows], sequence, n_published))
-        request = self._ask_restore(token_ids, n_rows, len(token_ids))
+        self.memory.keep(Resident(session_id, token_ids[:n_rows], sequence, n_published, images=images))
+        request = self._ask_restore(token_ids, n_rows, len(token_ids), images)
         if request is None:
             reply.ok(_restored(len(token_ids), n_rows))
         else:
-            self._restoring.append(_Restoring(session_id, token_ids, reply, request, self._clock(), n_rows))
+            self._restoring.append(Restoring(session_id, token_ids, reply, request, self._clock(), n_rows))
 
     def restore_done(self, done: RestoreDone) -> None:
         """Rows came, or did not; nobody may be waiting any more."""
@@ -309,7 +306,7 @@ class NodeCore:
         elif done.sequence is not None:
             done.sequence.release()
 
-    def _resume(self, run: _Run, done: RestoreDone) -> None:
+    def _resume(self, run: Run, done: RestoreDone) -> None:
         run.restore = None
         run.restore_seconds = self._clock() - run.restore_asked_at
         run.refused = done.refused
@@ -317,27 +314,30 @@ class NodeCore:
             run.sequence.release()
             run.sequence, run.snapshot = done.sequence, done.snapshot
             run.n_resident, run.n_restored, run.n_published = 0, done.sequence.n_rows, done.sequence.n_rows
-        self._submit(run)
+        self._look(run)
 
-    def _keep_restored(self, waiting: _Restoring, done: RestoreDone) -> None:
+    def _keep_restored(self, waiting: Restoring, done: RestoreDone) -> None:
         prefix = _restored(len(waiting.token_ids), waiting.n_resident)
         if done.sequence is not None:
             n_rows = done.sequence.n_rows
-            self.memory.keep(Resident(waiting.session_id, waiting.token_ids[:n_rows], done.sequence, n_rows))
+            images = waiting.request.images
+            kept = Resident(waiting.session_id, waiting.token_ids[:n_rows], done.sequence, n_rows, images=images)
+            self.memory.keep(kept)
             prefix = dataclasses.replace(prefix, n_resident=0, n_restored=n_rows, snapshot=done.snapshot)
         seconds = self._clock() - waiting.asked_at
         waiting.reply.ok(dataclasses.replace(prefix, restore_seconds=seconds, refused_snapshots=done.refused))
 
     # Sessions.
 
-    def _retire(self, run: _Run) -> None:
+    def _retire(self, run: Run) -> None:
         """The run is over: its session stays in memory, and its rows go to the store."""
         del self._runs[run.turn.run_id]
         token_ids = run.tokens_with_rows()
         if not len(token_ids):
             run.sequence.release()
             return
-        resident = Resident(run.session_id, token_ids, run.sequence, min(run.n_published, len(token_ids)))
+        n_published = min(run.n_published, len(token_ids))
+        resident = Resident(run.session_id, token_ids, run.sequence, n_published, images=run.images)
         self.memory.keep(resident)
         if self.memory.publisher.is_worth(resident):
             self.memory.publisher.publish_fork(resident)
@@ -346,7 +346,7 @@ class NodeCore:
         for run in self._runs.values():
             n_known = max(run.n_published, run.n_publish_asked)
             if (
-                self._io is not None
+                self.memory.publisher.can_save(run)
                 and run.new_tokens
                 and run.sequence.n_rows - n_known >= self._limits.publish_every_tokens
             ):

@@ -20,6 +20,7 @@ from kvferry.node.messages import (
     Drain,
     DrainCount,
     DropSession,
+    LookDone,
     PublishDone,
     Reply,
     RestoreDone,
@@ -130,12 +131,10 @@ class EngineThread:
                 self._core.stop(command.run_id, command.error)
             case StopAllRuns():
                 self._core.stop_all(command.error)
-            case RestoreDone():
-                self._core.restore_done(command)
-            case PublishDone():
-                self._core.memory.publisher.done(command)
+            case RestoreDone() | PublishDone() | LookDone():
+                self._take_in(command)
             case RestoreSession():
-                self._core.restore_session(command.session_id, command.token_ids, command.reply)
+                self._core.restore_session(command.session_id, command.token_ids, command.images, command.reply)
             case SaveSession():
                 if not self._core.save(command.session_id, command.reply):
                     command.reply.fail(UnknownSession(f"session {command.session_id} is not in this node's memory"))
@@ -150,6 +149,16 @@ class EngineThread:
                 self._ending = True
             case _:
                 assert_never(command)
+
+    def _take_in(self, done: RestoreDone | PublishDone | LookDone) -> None:
+        """What another thread was asked for."""
+        match done:
+            case RestoreDone():
+                self._core.restore_done(done)
+            case PublishDone():
+                self._core.memory.publisher.done(done)
+            case LookDone():
+                self._core.look_done(done)
 
     def _answer_drains(self) -> None:
         if self._drains and not self._core.memory.publisher.n_asked:

@@ -49,6 +49,12 @@ class InvalidRequest(NodeError):
     code = "invalid_request"
 
 
+class NoVision(NodeError):
+    """Images for a node whose model has no vision tower."""
+
+    code = "no_vision"
+
+
 class StaleEpoch(NodeError):
     """The session was given to somebody else since."""
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvferry.engine.errors import OutOfKvMemory
 from kvferry.engine.kv_cache import KvPool, KvSequence, Planes
+from kvferry.engine.vision.placed import Images
 from kvferry.node.errors import StoreDown
 from kvferry.node.io_lane import IoLane
 from kvferry.node.messages import PublishDone, Published, PublishRequest, RestoreDone, RestoreRequest
@@ -31,6 +32,7 @@ from kvferry.store.errors import (
     WriteBudgetSpent,
 )
 from kvferry.store.snapshot_store import Match, SnapshotStore
+from kvferry.store.vlkv3 import ContentSpan
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,11 @@ UPKEEP_SECONDS: Final = 30.0
 """Between two looks for chains that are too long; only while nothing waits to be saved."""
 
 NOT_OPEN: Final = "the store is not open yet"
+
+
+def spans_of(images: Images) -> list[ContentSpan]:
+    """Images as the store knows them."""
+    return [ContentSpan(image.start, image.n_tokens, image.content_hash) for image in images]
 
 
 class RestoreAbandoned(Exception):
@@ -297,14 +304,16 @@ class IoThreads:
         self._reads.tell()
         refused = store.refused()
         news = [f"{name}: {refused[name]}" for name in report.refused[:MAX_REFUSALS] if name in refused]
-        segments = [f"{name}: {why}" for name, why in store.refused_of(request.token_ids).items()]
+        segments = [
+            f"{name}: {why}" for name, why in store.refused_of(request.token_ids, spans_of(request.images)).items()
+        ]
         return news + (refused_prefixes(request.token_ids, refused) + segments)[-MAX_REFUSALS:]
 
     def _restore_best(
         self, store: SnapshotStore, request: RestoreRequest, refused: list[str], started_at: float
     ) -> RestoreDone:
         for _ in range(MAX_TRIES):
-            match = store.find(request.token_ids, min_tokens=request.n_rows_at_least)
+            match = store.find(request.token_ids, request.n_rows_at_least, spans_of(request.images))
             if match is None or request.abandoned:
                 break
             known = store.refused()
@@ -346,7 +355,8 @@ class IoThreads:
             return PublishDone(request=request, error=StoreDown(self._write_error))
         with self._writes.working("publishing a session") as began_at:
             try:
-                info = self._store.publish(request.token_ids, _Staging(self._pool, request.sequence, self._writes.tell))
+                rows = _Staging(self._pool, request.sequence, self._writes.tell)
+                info = self._store.publish(request.token_ids, rows, spans=spans_of(request.images))
             except StoreError as error:
                 spared = isinstance(error, WriteBudgetSpent)  # by this node's own wish, for an hour at most
                 if isinstance(error, StoreUnavailable | StoreFull) and not spared:  # else only this one is not wanted

@@ -10,7 +10,9 @@ from functools import partial
 
 import numpy as np
 
+from kvferry.engine.config import VisionConfig
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
+from kvferry.engine.errors import UnsupportedArchitecture
 from kvferry.engine.files.resolve import resolve_model
 from kvferry.engine.kv_cache import KvKind
 from kvferry.engine.pacing import StepPacer
@@ -18,15 +20,19 @@ from kvferry.engine.sampling import warm_up
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.selftest import self_test
 from kvferry.engine.text.model import TextModel
+from kvferry.engine.vision.positions import Grid
 from kvferry.node.config import NodeConfig
 from kvferry.node.core import NodeCore
 from kvferry.node.engine_thread import EngineThread
 from kvferry.node.errors import StoreMisconfigured
 from kvferry.node.io_threads import IoThreads
+from kvferry.node.messages import LookDone
 from kvferry.node.ports import CoreLimits
 from kvferry.node.state import Identity, Serving
 from kvferry.node.store_path import check_store
+from kvferry.node.vision_thread import VisionThread
 from kvferry.proto.v1 import common_pb2
+from kvferry.store import vlkv3
 from kvferry.store.errors import StoreError
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.payload import Kind, row_bytes
@@ -58,6 +64,7 @@ def load_serving(
     _warm_up(engine)
     threads: list[EngineThread] = []
     io = None
+    vision = _vision_thread(config, engine, lambda done: threads[0].send(done))  # noqa: PLW0108 - the thread is made below
     if config.store is not None:
         io = IoThreads(
             open_store=partial(open_store, config, engine),
@@ -67,9 +74,29 @@ def load_serving(
             pool=engine.pool,
         )
         _start(io)
-    threads.append(_make_engine_thread(config, engine, io, loop, on_fatal))
-    identity = _identity(config, engine, TextModel.load(path), boot_id, version)
-    return Serving(identity=identity, engine=threads[0], io=io, close_engine=engine.close)
+    threads.append(_make_engine_thread(config, engine, io, vision, loop, on_fatal))
+    seen = engine.config.vision if vision is not None else None
+    identity = _identity(config, engine, TextModel.load(path), seen, boot_id, version)
+    return Serving(identity=identity, engine=threads[0], io=io, vision=vision, close_engine=engine.close)
+
+
+def _vision_thread(config: NodeConfig, engine: Engine, deliver: Callable[[LookDone], None]) -> VisionThread | None:
+    """Started, after a look at an empty picture, so that all of its kernels have run; None where nothing can see."""
+    vision = engine.config.vision
+    if vision is None:
+        return None
+    started_at = time.monotonic()
+    try:
+        tower = engine.tower
+    except UnsupportedArchitecture as error:
+        log.warning("this node serves text only: %s", error)
+        return None
+    grid = Grid(1, vision.merge_size, vision.merge_size)
+    tower.see(np.zeros((grid.n_patches, vision.patch_elements), np.float32), [grid])
+    log.info("the vision tower warmed up in %.1f s", time.monotonic() - started_at)
+    thread = VisionThread(tower, int(config.vision_cache), deliver)
+    thread.start()
+    return thread
 
 
 def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
@@ -77,6 +104,7 @@ def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
     if config.store_place is None:
         raise ValueError("there is no store to open")
     fs, root, seal = config.store_place.open()
+    vision = engine.config.vision
     return SnapshotStore(
         root=root,
         fingerprint=engine.fingerprint,
@@ -89,6 +117,7 @@ def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
         seal=seal,
         version=config.store_version,
         kind=Kind[engine.geometry.kind.name],
+        placeholder_ids=() if vision is None else (vision.image_token_id, vision.video_token_id),
         write_bytes_per_hour=None if config.store_write_per_hour is None else int(config.store_write_per_hour),
     )
 
@@ -119,6 +148,7 @@ def _make_engine_thread(
     config: NodeConfig,
     engine: Engine,
     io: IoThreads | None,
+    vision: VisionThread | None,
     loop: asyncio.AbstractEventLoop,
     on_fatal: Callable[[], None],
 ) -> EngineThread:
@@ -128,6 +158,7 @@ def _make_engine_thread(
         publish_min_tokens=config.publish_min_tokens,
         restore_min_tokens=config.restore_min_tokens,
         restore_deadline_seconds=config.restore_deadline_seconds,
+        saves_images=config.store_version == vlkv3.VERSION,
     )
     pacer = StepPacer(target_ratio=config.decode_slowdown, step_seconds=config.step_seconds)
     return EngineThread(
@@ -139,13 +170,16 @@ def _make_engine_thread(
             limits=limits,
             clock=time.monotonic,
             post=post,
+            vision=vision,
         ),
         loop,
         on_fatal,
     )
 
 
-def _identity(config: NodeConfig, engine: Engine, text: TextModel, boot_id: str, version: str) -> Identity:
+def _identity(
+    config: NodeConfig, engine: Engine, text: TextModel, vision: VisionConfig | None, boot_id: str, version: str
+) -> Identity:
     geometry = engine.geometry
     return Identity(
         boot_id=boot_id,
@@ -157,6 +191,7 @@ def _identity(config: NodeConfig, engine: Engine, text: TextModel, boot_id: str,
         kernel_path=engine.kernel_path,
         n_threads=engine.n_threads,
         context_length=engine.context_length,
+        vision=vision,
         geometry=common_pb2.KvGeometry(
             n_layers=geometry.n_layers,
             n_kv_heads=geometry.n_kv_heads,

@@ -161,6 +161,7 @@ class Membership:
             load=serving.load(now),
             resident=resident_messages(serving.engine.view),
             vocabulary_size=identity.model_config.vocab_size,
+            sees_images=identity.vision is not None,
             bytes_per_row=identity.bytes_per_row,
             pid=os.getpid(),
         )

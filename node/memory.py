@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvferry.engine.kv_cache import KvPool, KvSequence
 from kvferry.engine.scheduler import Room
+from kvferry.engine.vision.placed import Images
 from kvferry.node.load import Totals
 from kvferry.node.ports import CoreLimits, IoPort
 from kvferry.node.publishing import Publisher, fork_rows
@@ -37,6 +38,7 @@ class RowMemory:
             io=io,
             block_size=pool.geometry.block_size,
             min_growth=limits.publish_min_tokens,
+            saves_images=limits.saves_images,
             owners=self.owners,
             totals=totals,
         )
@@ -53,17 +55,19 @@ class RowMemory:
             yield resident
         yield from (run for run in self._running() if run.session_id == session_id)
 
-    def rows_for(self, session_id: str, token_ids: NDArray[np.int32], n_most: int) -> tuple[KvSequence, int]:
+    def rows_for(
+        self, session_id: str, token_ids: NDArray[np.int32], n_most: int, images: Images = ()
+    ) -> tuple[KvSequence, int]:
         """A sequence with the longest prefix that memory has (at most n_most rows), and how many of them are published.
 
         The session's own rows are taken over, or dropped when others help more: the request's tokens are the authority.
         """
         wanted = token_ids[:n_most]
-        match = self.sessions.best_match(wanted, preferred=session_id)
+        match = self.sessions.best_match(wanted, session_id, images)
         source: RowOwner | None = match[0] if match else None
         n_common = match[1] if match else 0
         for run in self._running():
-            n_shared = common_prefix(run.tokens_with_rows(), wanted)
+            n_shared = common_prefix(run.tokens_with_rows(), wanted, run.images, images)
             if n_shared > n_common:
                 source, n_common = run, n_shared
         own = self.sessions.take(session_id)
@@ -81,10 +85,12 @@ class RowMemory:
             own.sequence.release()
         return sequence, min(n_published, sequence.n_rows)
 
-    def whole_blocks_for(self, session_id: str, token_ids: NDArray[np.int32]) -> tuple[KvSequence, int] | None:
+    def whole_blocks_for(
+        self, session_id: str, token_ids: NDArray[np.int32], images: Images
+    ) -> tuple[KvSequence, int] | None:
         """An idle session's rows that a request may share, in whole blocks; those of running ones are the scheduler's
         to share."""
-        match = self.sessions.best_match(token_ids, preferred=session_id)
+        match = self.sessions.best_match(token_ids, session_id, images)
         if match is None:
             return None
         resident, n_common = match
@@ -124,7 +130,7 @@ class RowMemory:
     def save_all(self) -> None:
         """Publish every idle session that is not in the store yet."""
         for resident in list(self.sessions):
-            if resident.n_unpublished > 0:
+            if resident.n_unpublished > 0 and self.publisher.can_save(resident):
                 self.publisher.publish_fork(resident)
 
     def n_saved(self) -> int:

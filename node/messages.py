@@ -1,14 +1,15 @@
 """What the threads of a node say to each other. All frozen; whoever receives a sequence owns it from then on.
 
 event loop -> engine thread: BeginTurn ... Shutdown. engine thread -> I/O threads: RestoreRequest, PublishRequest.
-I/O threads -> engine thread: RestoreDone, PublishDone. engine thread -> event loop: turn events and replies.
+I/O threads -> engine thread: RestoreDone, PublishDone. engine thread -> vision thread: LookRequest, and back LookDone.
+engine thread -> event loop: turn events and replies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -16,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.kv_cache import KvSequence
+from kvferry.engine.vision.placed import Images
+from kvferry.engine.vision.tower import Features
 from kvferry.node.turns import Prefix, Turn
 
 T = TypeVar("T")
@@ -91,6 +94,7 @@ class RestoreSession:
 
     session_id: str
     token_ids: NDArray[np.int32]
+    images: Images
     reply: Reply[Prefix]
 
 
@@ -136,6 +140,7 @@ class RestoreRequest:
     token_ids: NDArray[np.int32]
     n_rows_at_least: int
     n_rows_at_most: int
+    images: Images = ()
     abandoned: bool = False
 
 
@@ -149,6 +154,28 @@ class PublishRequest:
     sequence: KvSequence
     n_blocks_freed: int  # when it is done: those of a session that left memory, none of one that stays
     replies: list[Reply[Published]] = field(default_factory=list)
+    images: Images = ()
+
+
+@dataclass(slots=True, eq=False)
+class LookRequest:
+    """Work out the features of images, whose scaled pixels are PNG files by content hash.
+
+    `abandoned` is set by the engine thread and read by the vision thread: nobody waits for them any more.
+    """
+
+    images: Images
+    pixels: Mapping[bytes, bytes]
+    abandoned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookDone:
+    """The answer to a LookRequest: features by content hash, or what is wrong."""
+
+    request: LookRequest
+    features: Mapping[bytes, Features] = field(default_factory=dict)
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,4 +211,5 @@ Command = (
     | Shutdown
     | RestoreDone
     | PublishDone
+    | LookDone
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.node.messages import PublishRequest, RestoreRequest
+from kvferry.node.messages import LookRequest, PublishRequest, RestoreRequest
 
 
 class IoPort(Protocol):
@@ -27,6 +27,17 @@ class IoPort(Protocol):
         """Whether a restore makes sense now."""
 
 
+class VisionPort(Protocol):
+    """What the engine thread needs of the vision thread; nothing here waits."""
+
+    @property
+    def merge_size(self) -> int:
+        """Of the model's vision tower."""
+
+    def submit(self, request: LookRequest) -> None:
+        """Queue; a LookDone answers it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreLimits:
     """The few settings the engine thread needs; see config.py."""
@@ -36,3 +47,4 @@ class CoreLimits:
     publish_min_tokens: int
     restore_min_tokens: int
     restore_deadline_seconds: float
+    saves_images: bool = True  # the store's snapshots say what images show

@@ -210,6 +210,8 @@ def _end_threads(serving: Serving) -> bool:
     """False when a thread hangs."""
     if not serving.engine.close(THREAD_END_SECONDS):
         return False
+    if serving.vision is not None and not serving.vision.close(THREAD_END_SECONDS):
+        return False
     serving.close_engine()
     return serving.io is None or serving.io.close(THREAD_END_SECONDS)
 

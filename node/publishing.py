@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvferry.engine.errors import OutOfKvMemory
 from kvferry.engine.kv_cache import KvSequence
+from kvferry.engine.vision.placed import Images
 from kvferry.node.errors import StoreDown
 from kvferry.node.load import Totals
 from kvferry.node.messages import PublishDone, Published, PublishRequest, Reply
@@ -44,6 +45,7 @@ class Publisher:
         io: IoPort | None,
         block_size: int,
         min_growth: int,
+        saves_images: bool,
         owners: Callable[[str], Iterator[RowOwner]],
         totals: Totals,
     ) -> None:
@@ -51,6 +53,7 @@ class Publisher:
         self._io = io
         self._block_size = block_size
         self._min_growth = min_growth
+        self._saves_images = saves_images
         self._owners = owners
         self._totals = totals
         self._asked: dict[int, PublishRequest] = {}  # not answered yet
@@ -74,32 +77,42 @@ class Publisher:
     def is_worth(self, resident: Resident) -> bool:
         """Whether an idle session has grown enough since it was last published."""
         return (
-            self._io is not None and len(resident.token_ids) >= MIN_ROWS and resident.n_unpublished >= self._min_growth
+            self.can_save(resident)
+            and len(resident.token_ids) >= MIN_ROWS
+            and resident.n_unpublished >= self._min_growth
         )
+
+    def can_save(self, owner: RowOwner) -> bool:
+        """Whether there is a store, and it can say what the session's rows are of."""
+        return self._io is not None and (self._saves_images or not owner.images)
 
     def publish_fork(self, owner: RowOwner, reply: Reply[Published] | None = None) -> None:
         """Publish what a session has now; it may go on meanwhile."""
         fork = fork_rows(owner.sequence, owner.sequence.n_rows, self._block_size)
-        self._publish(owner.session_id, owner.tokens_with_rows()[: fork.n_rows], fork, 0, reply)
+        self._publish(owner.session_id, owner.tokens_with_rows()[: fork.n_rows], owner.images, fork, 0, reply)
 
     def publish_last(self, resident: Resident) -> None:
         """Publish a session that leaves memory; its rows are ours from now on."""
-        self._publish(resident.session_id, resident.token_ids, resident.sequence, resident.sequence.n_blocks, None)
+        sequence = resident.sequence
+        self._publish(resident.session_id, resident.token_ids, resident.images, sequence, sequence.n_blocks, None)
 
     def _publish(
         self,
         session_id: str,
         token_ids: NDArray[np.int32],
+        images: Images,
         sequence: KvSequence,
         n_blocks_freed: int,
         reply: Reply[Published] | None,
     ) -> None:
         self._n_requests += 1
         replies = [] if reply is None else [reply]
-        request = PublishRequest(self._n_requests, session_id, token_ids, sequence, n_blocks_freed, replies)
+        request = PublishRequest(self._n_requests, session_id, token_ids, sequence, n_blocks_freed, replies, images)
         self._asked[request.request_id] = request
         if self._io is None:
             self._fail(request, "this node has no store; give it one with --store")
+        elif images and not self._saves_images:
+            self._fail(request, "version 1 snapshots cannot say what its images show; set --store-version 3")
         elif not len(token_ids):
             self._fail(request, "there is no memory left to copy the session's rows")
         else:
@@ -127,7 +140,7 @@ class Publisher:
         request.sequence.release()
         for owner in self._owners(request.session_id):
             if done.published is not None:
-                n_common = common_prefix(owner.tokens_with_rows(), request.token_ids)
+                n_common = common_prefix(owner.tokens_with_rows(), request.token_ids, owner.images, request.images)
                 owner.n_published = max(owner.n_published, n_common)
             elif isinstance(owner, Resident):
                 owner.publish_failed = True

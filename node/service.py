@@ -27,6 +27,7 @@ from kvferry.node.state import NodeState
 from kvferry.node.turns import Event, Failed, Finished, Prefix, Turn
 from kvferry.node.wire import (
     parse_counts,
+    parse_images,
     parse_name,
     parse_sampling,
     parse_tokens,
@@ -116,6 +117,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         turn_id = parse_name("turn_id", request.turn_id)
         parse_counts(request, identity.context_length)
         token_ids = parse_tokens(request.token_ids, identity.model_config.vocab_size, identity.context_length)
+        images, pixels = parse_images(request.images, token_ids[: request.n_prompt_tokens], identity.vision)
         sampling = parse_sampling(request.sampling)
         self._state.fence.admit(session_id, request.epoch, request.coordinator_generation, now)
         self._state.check_room(session_id, request.epoch)
@@ -132,6 +134,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             arrived_at=now,
             priority=request.priority,
             recompute=request.recompute,
+            images=images,
+            pixels=pixels,
         )
 
     @_answered
@@ -152,8 +156,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         identity = serving.identity
         session_id = parse_name("session_id", request.session_id)
         token_ids = parse_tokens(request.token_ids, identity.model_config.vocab_size, identity.context_length)
+        images, _ = parse_images(request.images, token_ids, identity.vision)
         reply: Reply[Prefix] = Reply()
-        serving.engine.send(RestoreSession(session_id, token_ids, reply))
+        serving.engine.send(RestoreSession(session_id, token_ids, images, reply))
         prefix = await _in_time(reply.wait(), context, self._state.config.restore_deadline_seconds + 1.0)
         return worker_pb2.RestoreSessionResponse(prefix=prefix_message(prefix))
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.kv_cache import KvSequence
-from kvferry.engine.sharing import common_prefix
+from kvferry.engine.vision.placed import Images, common_prefix
 
 __all__ = ["Resident", "ResidentSessions", "RowOwner", "common_prefix"]
 
@@ -30,6 +30,10 @@ class RowOwner(Protocol):
     def session_id(self) -> str:
         """The session."""
 
+    @property
+    def images(self) -> Images:
+        """Among its tokens."""
+
     def tokens_with_rows(self) -> NDArray[np.int32]:
         """The tokens whose rows exist, int32 [sequence.n_rows]."""
 
@@ -43,6 +47,7 @@ class Resident:
     sequence: KvSequence
     n_published: int  # how many of the rows are in the store, as far as we know
     publish_failed: bool = False  # do not hold memory for a store that does not take it
+    images: Images = ()
 
     @property
     def n_unpublished(self) -> int:
@@ -94,11 +99,13 @@ class ResidentSessions:
         """The least recently used one."""
         return next(iter(self._by_id.values()), None)
 
-    def best_match(self, token_ids: NDArray[np.int32], preferred: str) -> tuple[Resident, int] | None:
+    def best_match(
+        self, token_ids: NDArray[np.int32], preferred: str, images: Images = ()
+    ) -> tuple[Resident, int] | None:
         """The session that shares most leading tokens with a request, and how many; `preferred` wins ties."""
         best: tuple[Resident, int] | None = None
         for resident in self:
-            n_common = common_prefix(resident.token_ids, token_ids)
+            n_common = common_prefix(resident.token_ids, token_ids, resident.images, images)
             if n_common == 0 or (best and n_common < best[1]):
                 continue
             if best is None or n_common > best[1] or resident.session_id == preferred:

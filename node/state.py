@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvferry.engine.config import ModelConfig
+from kvferry.engine.config import ModelConfig, VisionConfig
 from kvferry.node.config import NodeConfig
 from kvferry.node.engine_thread import EngineThread
 from kvferry.node.errors import QueueFull, SessionBusy, Starting
@@ -16,6 +16,7 @@ from kvferry.node.fencing import Fence
 from kvferry.node.io_threads import IoThreads
 from kvferry.node.loop_lag import LoopLag
 from kvferry.node.turns import Turn
+from kvferry.node.vision_thread import VisionThread
 from kvferry.node.wire import load_message
 from kvferry.proto.v1 import common_pb2, worker_pb2
 
@@ -33,6 +34,7 @@ class Identity:
     kernel_path: str
     n_threads: int
     context_length: int
+    vision: VisionConfig | None  # of the tower that works here
     geometry: common_pb2.KvGeometry
     bytes_per_row: int  # of one token's K and V in all layers, as the cache holds them
 
@@ -44,6 +46,7 @@ class Serving:
     identity: Identity
     engine: EngineThread
     io: IoThreads | None
+    vision: VisionThread | None
     close_engine: Callable[[], None]
 
     def store_error(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.sampling import SampledToken, SamplingSettings
+from kvferry.engine.vision.placed import Images
 from kvferry.node.errors import SlowClient
 
 MAX_WAITING_TOKENS: Final = 4096
@@ -117,4 +119,6 @@ class Turn:
     arrived_at: float  # on the monotonic clock, seconds
     priority: int = 0  # higher goes first
     recompute: bool = False  # whoever asks foresaw that computing is sooner than reading the store
+    images: Images = ()  # in the prompt
+    pixels: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)  # PNG files by content hash
     outbox: Outbox = field(default_factory=Outbox, repr=False)

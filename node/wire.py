@@ -8,9 +8,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.engine.config import VisionConfig
 from kvferry.engine.errors import ContextExceeded
 from kvferry.engine.sampling_settings import SamplingSettings
-from kvferry.node.errors import InvalidRequest
+from kvferry.engine.vision.placed import Images, PlacedImage
+from kvferry.engine.vision.positions import Grid
+from kvferry.node.errors import InvalidRequest, NoVision
 from kvferry.node.load import NodeView, Totals
 from kvferry.node.loop_lag import LagSummary
 from kvferry.node.messages import Published
@@ -20,6 +23,9 @@ from kvferry.proto.v1 import common_pb2, worker_pb2
 MAX_NAME_BYTES: Final = 256
 MAX_PRIORITY: Final = 100
 """Either way from 0: more than enough classes, and none can be put beyond all others by a careless client."""
+
+HASH_BYTES: Final = 32
+"""Of a SHA-256."""
 
 MAX_END_TOKENS: Final = 1024
 """Far more than any model has; checked since the set is looked at for every token."""
@@ -68,6 +74,40 @@ def parse_counts(request: worker_pb2.RunTurnRequest, context_length: int) -> Non
         raise InvalidRequest(f"there are {n_ends} end_token_ids, at most {MAX_END_TOKENS} are allowed")
     if abs(request.priority) > MAX_PRIORITY:
         raise InvalidRequest(f"priority is {request.priority}, it must lie in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+
+
+def parse_images(
+    messages: Sequence[worker_pb2.PromptImage], prompt_ids: NDArray[np.int32], vision: VisionConfig | None
+) -> tuple[Images, dict[bytes, bytes]]:
+    """Images that stand in a prompt, int32 [n], and their pixels (PNG files) by content hash, of those that have any.
+
+    Raises NoVision, InvalidRequest.
+    """
+    if not messages:
+        return (), {}
+    if vision is None:
+        raise NoVision("this node's model has no vision tower, so it takes no images; send the turn to another one")
+    images: list[PlacedImage] = []
+    for number, message in enumerate(messages, start=1):
+        grid = Grid(1, message.grid_rows, message.grid_cols)
+        n_tokens = grid.n_tokens(vision.merge_size)
+        image = PlacedImage(message.start, n_tokens, grid, message.content_hash)
+        if len(image.content_hash) != HASH_BYTES:
+            raise InvalidRequest(
+                f"image {number} has a content_hash of {len(image.content_hash)} bytes, not {HASH_BYTES}"
+            )
+        if min(grid.rows, grid.cols) < 1 or grid.rows % vision.merge_size or grid.cols % vision.merge_size:
+            raise InvalidRequest(
+                f"image {number} has {grid.rows} x {grid.cols} patches, not multiples of {vision.merge_size}"
+            )
+        free_from = images[-1].end if images else 0
+        places = prompt_ids[image.start : image.end]
+        if image.start < free_from or len(places) < n_tokens or (places != vision.image_token_id).any():
+            raise InvalidRequest(
+                f"image {number} should stand at tokens {image.start} to {image.end - 1}; these are not image tokens"
+            )
+        images.append(image)
+    return tuple(images), {message.content_hash: message.pixels for message in messages if message.pixels}
 
 
 def parse_sampling(message: common_pb2.SamplingSettings) -> SamplingSettings:

@@ -24,6 +24,7 @@ STATUS_OF: Final[dict[str, grpc.StatusCode]] = {
     "invalid_tools": grpc.StatusCode.INVALID_ARGUMENT,
     "invalid_format": grpc.StatusCode.INVALID_ARGUMENT,
     "format_too_complex": grpc.StatusCode.INVALID_ARGUMENT,
+    "no_vision": grpc.StatusCode.INVALID_ARGUMENT,
     "prompt_too_long": grpc.StatusCode.INVALID_ARGUMENT,
     "index_out_of_range": grpc.StatusCode.OUT_OF_RANGE,
     # the caller named something that is not there, or is there already

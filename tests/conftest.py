@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import shutil
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvferry.engine.files.fetch import fetch_model
@@ -29,6 +33,12 @@ def pytest_report_header() -> str:
 def first_seed() -> int:
     """Seeds from this one on are this run's."""
     return FIRST_SEED
+
+
+N_TOKENIZER = 1024  # tokens of the recorded tokenizer
+IMAGE_IDS = {
+    "vision_start_token_id": 1016, "vision_end_token_id": 1017, "video_token_id": 1018, "image_token_id": 1019,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +65,61 @@ def recorded(golden: Path) -> Callable[[str], Path]:
         pytest.skip(f"{name} is not among the few recorded models kept here, and there is no {collection}")
 
     return find
+
+
+@pytest.fixture(scope="session")
+def chat_model(
+    recorded: Callable[[str], Path], golden: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """The folder of a recorded model that can be talked to: a tokenizer and a chat template are put beside it."""
+
+    @cache
+    def make(name: str) -> Path:
+        return _with_tokenizer(
+            recorded(name) / "model", golden / "tokenizer_qwen_tiny", tmp_path_factory.mktemp(name) / "model"
+        )
+
+    return make
+
+
+def _with_tokenizer(model: Path, tokenizer: Path, folder: Path) -> Path:
+    """A smaller vocabulary than the tokenizer's is filled up with random rows."""
+    shutil.copytree(model, folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / name, folder / name)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    for file in folder.glob("*.safetensors"):
+        _fill_up(file, text["vocab_size"])
+    text["vocab_size"] = N_TOKENIZER
+    if "vision_config" in config:
+        config |= IMAGE_IDS
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _fill_up(file: Path, n_tokens: int) -> None:
+    """Append random rows to the embeddings and the head in a safetensors file."""
+    data = file.read_bytes()
+    n_head = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + n_head])
+    random = np.random.default_rng(4)
+    parts: list[bytes] = []
+    for name, entry in head.items():
+        if name == "__metadata__":
+            continue
+        start, stop = entry["data_offsets"]
+        part = data[8 + n_head + start : 8 + n_head + stop]
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            n_missing, width = N_TOKENIZER - n_tokens, entry["shape"][1]
+            rows = (random.standard_normal((n_missing, width)) / 8).astype("<f4")
+            part += rows.tobytes() if entry["dtype"] == "F32" else (rows.view("<u4") >> 16).astype("<u2").tobytes()
+            entry["shape"][0] = N_TOKENIZER
+        at = sum(map(len, parts))
+        entry["data_offsets"] = [at, at + len(part)]
+        parts.append(part)
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))

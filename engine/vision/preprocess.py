@@ -42,11 +42,48 @@ class PreparedImage:
 
 def prepare_image(data: bytes, vision: VisionConfig) -> PreparedImage:
     """Decode, scale, normalise and cut a PNG, JPEG or WebP file. Raises InvalidImage."""
-    pixels = scale(decode_image(data), vision)
-    height, width, _ = pixels.shape
-    grid = Grid(1, height // vision.patch_size, width // vision.patch_size)
-    digest = hashlib.sha256(b"%d %d\n" % (height, width) + pixels.tobytes())
-    return PreparedImage(_patches(pixels, grid, vision), grid, digest.hexdigest())
+    return prepare_pixels(scale(decode_image(data), vision), vision)
+
+
+def prepare_pixels(pixels: NDArray[np.uint8], vision: VisionConfig) -> PreparedImage:
+    """Normalise and cut scaled pixels, uint8 [height, width, 3]."""
+    grid = grid_of(pixels, vision)
+    return PreparedImage(_patches(pixels, grid, vision), grid, content_hash(pixels).hex())
+
+
+def grid_of(pixels: NDArray[np.uint8], vision: VisionConfig) -> Grid:
+    """The patches of scaled pixels, uint8 [height, width, 3]."""
+    return Grid(1, pixels.shape[0] // vision.patch_size, pixels.shape[1] // vision.patch_size)
+
+
+def content_hash(pixels: NDArray[np.uint8]) -> bytes:
+    """SHA-256 of scaled pixels, uint8 [height, width, 3], and of their shape: what the tower sees."""
+    return hashlib.sha256(b"%d %d\n" % pixels.shape[:2] + pixels.tobytes()).digest()
+
+
+def pack_pixels(pixels: NDArray[np.uint8]) -> bytes:
+    """Scaled pixels as a PNG file, some half of their size: whoever unpacks it has the same pixels, wherever it runs.
+
+    A JPEG would be smaller, and its decoders differ in the last bit.
+    """
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def unpack_pixels(data: bytes, grid: Grid, content: bytes, vision: VisionConfig) -> NDArray[np.uint8]:
+    """uint8 [height, width, 3] out of ``pack_pixels``; InvalidImage when they are not of this grid and content."""
+    expected = (grid.cols * vision.patch_size, grid.rows * vision.patch_size)
+    pixels = None
+    try:
+        with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+            if image.size == expected and image.mode == "RGB":  # as the header says, before anything is decoded
+                pixels = np.array(image)
+    except Exception as error:  # damaged files raise whatever a decoder met
+        raise InvalidImage(f"the pixels of an image are no PNG file: {error}") from error
+    if pixels is None or content_hash(pixels) != content:
+        raise InvalidImage("the pixels of an image are not those that its grid and hash name")
+    return pixels
 
 
 def decode_image(data: bytes) -> Image.Image:

@@ -24,7 +24,7 @@ class SeenPrompt:
 
     def __init__(self, images: Images, features: Mapping[bytes, Features], merge_size: int) -> None:
         self.images = images
-        self._features = features
+        self._features: Mapping[bytes, Features] = features
         end = images[-1].end if images else 0
         starts, grids = [image.start for image in images], [image.grid for image in images]
         self._positions, self.rope_delta = placed_positions(end, starts, grids, merge_size)
@@ -52,6 +52,10 @@ class SeenPrompt:
             return Sight(positions, _NO_ROWS, _NO_EMBEDS, _NO_DEEPSTACK)
         rows, embeds, deepstack = zip(*parts, strict=True)
         return Sight(positions, np.concatenate(rows), np.concatenate(embeds), np.concatenate(deepstack))
+
+    def forget_features(self) -> None:
+        """All rows of images are there: their features need no memory any more."""
+        self._features = {}
 
     def _parts(
         self, start: int, stop: int

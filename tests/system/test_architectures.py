@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from kvferry.client.sdk import Client, Sampling
 from kvferry.drills.cluster import LocalCluster
@@ -19,39 +15,16 @@ from kvferry.drills.conversation import TurnRequest, hold_turn
 from .rig import Control, Strike, options, placed_on
 
 N_TOKENS = 700  # a model this small answers faster than a signal arrives
-N_TOKENIZER = 1024
 N_TRIES = 5
-
-
-def chat_folder(recorded_model: Path, tokenizer: Path, folder: Path) -> Path:
-    """A recorded model with a tokenizer beside it; a smaller vocabulary is filled up with random rows."""
-    shutil.copytree(recorded_model, folder)
-    for file in folder.iterdir():
-        file.chmod(0o644)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(tokenizer / name, folder / name)
-    config = json.loads((folder / "config.json").read_text())
-    missing = N_TOKENIZER - config["vocab_size"]
-    if missing:
-        random = np.random.default_rng(4)
-        tensors = load_file(folder / "model.safetensors")
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            if name in tensors:
-                rows = tensors[name]
-                more = random.standard_normal((missing, rows.shape[1])).astype(np.float32) * rows.std()
-                tensors[name] = np.concatenate([rows, more])
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": N_TOKENIZER}))
-    return folder
 
 
 @pytest.mark.parametrize(
     ("name", "quant"), [("qwen2_bias_f32", "q8"), ("qwen3_tied_bf16", "q4"), ("qwen3moe_mixed_f32", "q8")]
 )
 def test_killed_mid_answer_nothing_is_lost_twice_or_different(
-    name: str, quant: str, recorded: Callable[[str], Path], golden: Path, tmp_path: Path
+    name: str, quant: str, chat_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder = chat_folder(recorded(name) / "model", golden / "tokenizer_qwen_tiny", tmp_path / "model")
+    folder = chat_model(name)
     quantised = {"node_arguments": ("--quant", quant)}
     settings = options(str(folder), tmp_path / "cluster", n_nodes=2, kv_memory="64MiB", context=1024, **quantised)
     with LocalCluster(settings) as cluster, Client(cluster.address) as client:

@@ -1,0 +1,63 @@
+"""Work in progress on the engine thread: turns with their rows, and calls that wait for rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.engine.kv_cache import KvSequence
+from kvferry.engine.vision.placed import Images
+from kvferry.engine.vision.sight import SeenPrompt
+from kvferry.node.messages import LookRequest, Reply, RestoreRequest
+from kvferry.node.turns import Prefix, Turn
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Run:
+    """A turn with its rows. `turn.token_ids` and then `new_tokens` are its tokens."""
+
+    turn: Turn
+    sequence: KvSequence
+    n_published: int
+    n_resident: int
+    n_restored: int = 0
+    n_shared: int = 0  # taken over from others in memory after it was submitted
+    snapshot: str = ""
+    refused: tuple[str, ...] = ()
+    restore: RestoreRequest | None = None  # set while the rows are awaited
+    restore_asked_at: float = 0.0
+    look: LookRequest | None = None  # set while the features of images are awaited
+    seen: SeenPrompt | None = None
+    restore_seconds: float = 0.0
+    started_at: float | None = None
+    new_tokens: list[int] = field(default_factory=list)
+    n_publish_asked: int = 0
+
+    @property
+    def session_id(self) -> str:
+        """The session."""
+        return self.turn.session_id
+
+    @property
+    def images(self) -> Images:
+        """All of them are the prompt's."""
+        return self.turn.images
+
+    def tokens_with_rows(self) -> NDArray[np.int32]:
+        """The tokens whose rows exist, int32 [n_rows]."""
+        tokens = np.concatenate([self.turn.token_ids, np.asarray(self.new_tokens, dtype=np.int32)])
+        return tokens[: self.sequence.n_rows]
+
+
+@dataclass(slots=True)
+class Restoring:
+    """A RestoreSession call that waits for rows."""
+
+    session_id: str
+    token_ids: NDArray[np.int32]
+    reply: Reply[Prefix]
+    request: RestoreRequest
+    asked_at: float
+    n_resident: int
