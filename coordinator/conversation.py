@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
+from kvferry.coordinator.answer_parts import parsed
 from kvferry.coordinator.registry import Message, TokenArray, TurnRecord
+from kvferry.engine.text.answers import THINK
 from kvferry.engine.text.detokenizer import Detokenizer
+from kvferry.engine.text.messages import Tool
 from kvferry.engine.text.model import ChatMessage
 from kvferry.engine.text.stop import StopWatcher
 
@@ -30,23 +33,59 @@ class TextSide(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
-    def first_turn(self, messages: Sequence[ChatMessage]) -> list[int]: ...
+    def literal_id(self, text: str) -> int | None: ...
+
+    def first_turn(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool | None = None,
+    ) -> list[int]: ...
 
     def next_turn(
-        self, history: Sequence[ChatMessage], last_token_id: int, new_messages: Sequence[ChatMessage]
+        self,
+        history: Sequence[ChatMessage],
+        last_token_id: int,
+        new_messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool | None = None,
     ) -> list[int]: ...
 
 
 def new_prompt_ids(
-    model: TextSide, turns: Sequence[TurnRecord], session_ids: TokenArray, messages: Sequence[Message]
+    model: TextSide,
+    turns: Sequence[TurnRecord],
+    session_ids: TokenArray,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    thinking: bool | None = None,
 ) -> TokenArray:
     """The tokens, int32[n], that ``messages`` add to a session with these turns and tokens. Any thread."""
-    new = [ChatMessage(m.role, m.content) for m in messages]
+    new = [chat_message(message) for message in messages]
+    described = [tool.described() for tool in tools]
     if len(session_ids) == 0:
-        ids = model.first_turn(new)
+        ids = model.first_turn(new, tools=described, thinking=thinking)
     else:
-        ids = model.next_turn(history_of(turns), int(session_ids[-1]), new)
+        ids = model.next_turn(history_of(turns), int(session_ids[-1]), new, tools=described, thinking=thinking)
     return np.array(ids, dtype=np.int32)
+
+
+def chat_message(message: Message) -> ChatMessage:
+    return ChatMessage(
+        message.role,
+        message.content,
+        reasoning=message.reasoning,
+        tool_calls=message.tool_calls,
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def opened_thinking(model: TextSide, prompt_ids: TokenArray) -> bool:
+    """Whether a prompt ends with the mark that thinking begins with."""
+    end = b"".join(model.token_bytes(token_id) for token_id in prompt_ids[-len(THINK) - 2 :].tolist())
+    return end.rstrip(b"\n").endswith(THINK.encode())
 
 
 def tokens_of(turns: Sequence[TurnRecord]) -> TokenArray:
@@ -56,12 +95,13 @@ def tokens_of(turns: Sequence[TurnRecord]) -> TokenArray:
 
 
 def history_of(turns: Sequence[TurnRecord]) -> list[ChatMessage]:
-    """The messages and answers of the kept turns."""
+    """The messages and answers of the kept turns, each answer in its parts."""
     history: list[ChatMessage] = []
     for turn in turns:
         if turn.outcome is not None and turn.outcome.kept:
-            history.extend(ChatMessage(m.role, m.content) for m in turn.messages)
-            history.append(ChatMessage("assistant", turn.outcome.answer_text))
+            history.extend(chat_message(message) for message in turn.messages)
+            answer = parsed(turn, turn.outcome.answer_text)
+            history.append(ChatMessage("assistant", answer.content, answer.reasoning, answer.tool_calls))
     return history
 
 

@@ -23,6 +23,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.engine.text.messages import Tool, ToolCall
+
 TokenArray = npt.NDArray[np.int32]
 
 
@@ -38,10 +40,32 @@ class FinishReason(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation; ``role`` is system, user or assistant."""
+    """One message of a conversation; ``role`` is system, user, assistant or tool. The rest as in chat.proto."""
 
     role: str
     content: str
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """What an answer may hold beside its content, and what it has to be."""
+
+    # Of the session, as of its first turn; with any, the marks of calls in the answer mean calls.
+    tools: tuple[Tool, ...] = ()
+    # As the request had it.
+    thinking: bool | None = None
+    # Made of the request's format and the tools, so that an upgrade cannot change a turn that is resumed; empty: none.
+    grammar: str = ""
+    # The prompt ends with the mark that thinking begins with.
+    prompt_opened_thinking: bool = False
+    # The marks of thinking in the answer mean thinking.
+    reads_thinking: bool = True
+
+
+PLAIN = AnswerForm()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +132,7 @@ class TurnRecord:
     fingerprint: str = ""
     epoch: int = 0
     outcome: TurnOutcome | None = None
+    form: AnswerForm = PLAIN
 
     @property
     def n_prompt_tokens(self) -> int:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import dataclasses
 import hashlib
+import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -19,10 +20,11 @@ from kvferry.coordinator.errors import (
     InvalidSampling,
     PromptTooLong,
 )
+from kvferry.coordinator.form_requests import NO_FORM, FormRequest, checked_call_id, checked_calls, form_request
 from kvferry.coordinator.registry import Message, PageKey, SessionRecord
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
-ROLES: Final = ("system", "user", "assistant")
+ROLES: Final = ("system", "user", "assistant", "tool")
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
@@ -67,13 +69,14 @@ class TurnRequest:
     # 0: to the end of the context.
     max_tokens: int
     stop: tuple[str, ...]
+    form: FormRequest = NO_FORM
 
     @property
     def digest(self) -> str:
         """Equal for equal requests, whichever defaults were spelled out."""
         digest = hashlib.sha256()
-        fields = [part for m in self.messages for part in (m.role, m.content)]
-        for part in (*fields, "\0stop", *self.stop, f"\0max {self.max_tokens}"):
+        fields = [part for message in self.messages for part in digest_parts(message)]
+        for part in (*fields, "\0stop", *self.stop, f"\0max {self.max_tokens}", *self.form.digest_parts()):
             encoded = part.encode()
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         digest.update(self.sampling.SerializeToString(deterministic=True))
@@ -89,7 +92,16 @@ def turn_request(request: chat_pb2.GenerateRequest) -> TurnRequest:
         sampling=checked_sampling(request.sampling),
         max_tokens=request.max_tokens,
         stop=checked_stops(request.stop),
+        form=form_request(request),
     )
+
+
+def digest_parts(message: Message) -> tuple[str, ...]:
+    """Role and content; more only where there is more, so that turns begun before there was keep their digest."""
+    if message == Message(message.role, message.content):
+        return message.role, message.content
+    more = {key: value for key, value in dataclasses.asdict(message).items() if key not in {"role", "content"}}
+    return message.role, message.content, "\0more", json.dumps(more, sort_keys=True)
 
 
 def name(field: str, value: str) -> str:
@@ -102,7 +114,7 @@ def name(field: str, value: str) -> str:
 def checked_messages(messages: Sequence[chat_pb2.ChatMessage]) -> tuple[Message, ...]:
     """Raises EmptyPrompt, InvalidMessage."""
     if not messages:
-        raise EmptyPrompt("the prompt is empty: give at least one message, the last one from the user")
+        raise EmptyPrompt("the prompt is empty: give at least one message, the last one from the user or a tool")
     if len(messages) > MAX_MESSAGES:
         raise InvalidMessage(f"{len(messages)} messages in one request: at most {MAX_MESSAGES} are allowed")
     for number, message in enumerate(messages, start=1):
@@ -112,11 +124,28 @@ def checked_messages(messages: Sequence[chat_pb2.ChatMessage]) -> tuple[Message,
             raise InvalidMessage(
                 f"message {number} has the role system: only the first message of a session may have it"
             )
-    if messages[-1].role != "user":
-        raise InvalidMessage(f"the last message has the role {messages[-1].role}: it has to be the user's")
-    if not messages[-1].content.strip():
+    if messages[-1].role not in {"user", "tool"}:
+        raise InvalidMessage(f"the last message has the role {messages[-1].role}: it has to be the user's or a tool's")
+    if messages[-1].role == "user" and not messages[-1].content.strip():
         raise EmptyPrompt("the prompt is empty: the last message has no text")
-    return tuple(Message(m.role, m.content) for m in messages)
+    return tuple(checked_message(number, message) for number, message in enumerate(messages, start=1))
+
+
+def checked_message(number: int, message: chat_pb2.ChatMessage) -> Message:
+    """Raises InvalidMessage for what messages of its role do not have."""
+    if message.role != "assistant" and (message.tool_calls or message.HasField("reasoning")):
+        raise InvalidMessage(
+            f"message {number} has the role {message.role}: only an assistant's message has reasoning or tool calls"
+        )
+    if message.role != "tool" and message.tool_call_id:
+        raise InvalidMessage(f"message {number} has the role {message.role}: only a tool's message has a tool_call_id")
+    return Message(
+        message.role,
+        message.content,
+        reasoning=message.reasoning if message.HasField("reasoning") else None,
+        tool_calls=checked_calls(number, message.tool_calls),
+        tool_call_id=checked_call_id(number, message.tool_call_id),
+    )
 
 
 def checked_sampling(given: common_pb2.SamplingSettings) -> common_pb2.SamplingSettings:

@@ -35,6 +35,7 @@ from kvferry.coordinator.turn_runner import Surroundings
 from kvferry.coordinator.turns import Turns
 from kvferry.engine.files.open_model import open_model
 from kvferry.engine.files.resolve import resolve_model
+from kvferry.engine.text.grammar import Grammars
 from kvferry.engine.text.model import TextModel
 from kvferry.proto.address import parse_address, why_not_listen
 from kvferry.proto.channel import server_options
@@ -127,7 +128,7 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
     turns = Turns(
         model.text, around, TurnPolicy(max_losses=settings.max_losses, max_placements=settings.max_placements),
         context_length=model.context_length, no_node_wait_seconds=settings.no_node_wait,
-        max_open_turns=settings.max_open_turns,
+        max_open_turns=settings.max_open_turns, check_grammar=Grammars(model.text).check,
     )  # fmt: skip
     server = grpc.aio.server(
         interceptors=[MalformedRefused()], options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS

@@ -6,14 +6,23 @@ import dataclasses
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from kvferry.coordinator.errors import StateIncompatible
-from kvferry.coordinator.registry import FinishReason, Message, SessionRecord, TokenArray, TurnOutcome, TurnRecord
+from kvferry.coordinator.registry import (
+    AnswerForm,
+    FinishReason,
+    Message,
+    SessionRecord,
+    TokenArray,
+    TurnOutcome,
+    TurnRecord,
+)
+from kvferry.engine.text.messages import Tool, ToolCall
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 
 TABLES: Final = """
 CREATE TABLE meta (
@@ -60,6 +69,8 @@ CREATE TABLE turns (
     total_seconds REAL,
     longest_pause_seconds REAL,
     n_placements INTEGER,
+    -- what differs from the plain AnswerForm, as JSON
+    form TEXT NOT NULL DEFAULT '{}',
     PRIMARY KEY (session_id, position),
     UNIQUE (session_id, turn_id)
 ) STRICT;
@@ -75,6 +86,9 @@ CREATE TABLE placements (
 ) STRICT, WITHOUT ROWID;
 """
 
+UPGRADES: Final = {1: "ALTER TABLE turns ADD COLUMN form TEXT NOT NULL DEFAULT '{}'"}
+"""What makes the tables of a version those of the next."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
@@ -89,7 +103,7 @@ class Opening:
 def prepare(
     connection: sqlite3.Connection, new_coordinator_id: str, first_generation: int, generation_at_least: int
 ) -> Opening:
-    """Make or check the tables and raise the generation durably.
+    """Make the tables, or bring them up to date, and raise the generation durably.
 
     Raises StateIncompatible when a newer version of the program made them.
     """
@@ -100,11 +114,14 @@ def prepare(
             f"INSERT INTO meta VALUES ('generation', '{first_generation - 1:d}'); "
             f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
-    elif found != SCHEMA_VERSION:
+    elif not 1 <= found <= SCHEMA_VERSION:
         raise StateIncompatible(
             f"the state folder has version {found} of its layout and this program knows version {SCHEMA_VERSION}: "
             "start the program that wrote it, or give another folder with --state"
         )
+    elif found < SCHEMA_VERSION:
+        steps = "; ".join(UPGRADES[version] for version in range(found, SCHEMA_VERSION))
+        connection.executescript(f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
     with connection:
         connection.execute("INSERT OR IGNORE INTO meta VALUES ('coordinator_id', ?)", (new_coordinator_id,))
         connection.execute(
@@ -131,7 +148,7 @@ def turn_of(row: sqlite3.Row) -> TurnRecord:
     return TurnRecord(
         session_id=row["session_id"],
         turn_id=row["turn_id"],
-        messages=tuple(Message(role, content) for role, content in json.loads(row["messages"])),
+        messages=tuple(message_of(*fields) for fields in json.loads(row["messages"])),
         n_history_tokens=row["n_history_tokens"],
         prompt_ids=unpack_tokens([row["prompt_ids"]]),
         sampling=row["sampling"],
@@ -142,7 +159,33 @@ def turn_of(row: sqlite3.Row) -> TurnRecord:
         fingerprint=row["fingerprint"],
         epoch=row["epoch"],
         outcome=None if row["reason"] is None else outcome_of(row),
+        form=form_of(json.loads(row["form"])),
     )
+
+
+def message_of(role: str, content: str, more: dict[str, Any] | None = None) -> Message:
+    """Of what ``message_fields`` made."""
+    more = dict(more or {})
+    calls = tuple(ToolCall(**call) for call in more.pop("tool_calls", ()))
+    return Message(role, content, tool_calls=calls, **more)
+
+
+def message_fields(message: Message) -> list[object]:
+    """Role and content, and only where there is more a third part."""
+    plain = dataclasses.asdict(Message(message.role, message.content))
+    more = {key: value for key, value in dataclasses.asdict(message).items() if value != plain[key]}
+    return [message.role, message.content, *([more] if more else [])]
+
+
+def form_of(fields: dict[str, Any]) -> AnswerForm:
+    tools = tuple(Tool(**tool) for tool in fields.pop("tools", ()))
+    return AnswerForm(tools=tools, **fields)
+
+
+def form_fields(form: AnswerForm) -> dict[str, object]:
+    """Only what differs from a plain form."""
+    plain = dataclasses.asdict(AnswerForm())
+    return {key: value for key, value in dataclasses.asdict(form).items() if value != plain[key]}
 
 
 def outcome_of(row: sqlite3.Row) -> TurnOutcome:
@@ -166,7 +209,7 @@ def open_turn_values(turn: TurnRecord, position: int) -> dict[str, object]:
         "session_id": turn.session_id,
         "position": position,
         "turn_id": turn.turn_id,
-        "messages": json.dumps([(m.role, m.content) for m in turn.messages], ensure_ascii=False),
+        "messages": json.dumps([message_fields(m) for m in turn.messages], ensure_ascii=False),
         "n_history_tokens": turn.n_history_tokens,
         "prompt_ids": pack_tokens(turn.prompt_ids),
         "sampling": turn.sampling,
@@ -176,6 +219,7 @@ def open_turn_values(turn: TurnRecord, position: int) -> dict[str, object]:
         "created_at_ms": turn.created_at_ms,
         "fingerprint": turn.fingerprint,
         "epoch": turn.epoch,
+        "form": json.dumps(form_fields(turn.form), ensure_ascii=False),
     }
 
 

@@ -26,6 +26,7 @@ from typing import Final
 
 import numpy as np
 
+from kvferry.coordinator.answer_parts import PartsReader
 from kvferry.coordinator.registry import FinishReason, TurnOutcome, TurnRecord
 from kvferry.coordinator.routing import RouteRequest
 from kvferry.coordinator.turn_events import AnswerText, finished, stamp, started, token_event
@@ -114,6 +115,7 @@ class Turn:
         self.n_dropped = 0
         self.failed: dict[str, str] = {}
         self._text = text
+        self._parts = PartsReader(record)
         self._policy = policy
         # Another process may have delivered tokens under the record's fingerprint.
         self._fingerprint_is_fixed = resumed and bool(record.fingerprint)
@@ -258,9 +260,8 @@ class Turn:
         if self.outcome is None:
             raise AssertionError("closed before it ended")
         self._go(Phase.FINISHED)
-        self._add(
-            chat_pb2.TurnEvent(finished=finished(self.record, self.outcome, self._tail)), sequence=len(self.answer_ids)
-        )
+        end = finished(self.record, self.outcome, self._tail, self._parts.finish(self._tail))
+        self._add(chat_pb2.TurnEvent(finished=end), sequence=len(self.answer_ids))
 
     # How it does it.
 
@@ -271,7 +272,8 @@ class Turn:
         self._pieces.append(text)
         if token.HasField("logprob"):
             self._with_logprobs.append(token)
-        self._add(chat_pb2.TurnEvent(token=token_event(token, text, self._text)), sequence=token.index)
+        event = token_event(token, text, self._parts.push(text), self._text)
+        self._add(chat_pb2.TurnEvent(token=event), sequence=token.index)
         self._note_progress(now_s)
         if stopped:
             self._end(FinishReason.STOP_STRING, now_s)

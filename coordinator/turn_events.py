@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from kvferry.coordinator.answer_parts import PartsReader, parsed, parsed_message
 from kvferry.coordinator.registry import TurnOutcome, TurnRecord
 from kvferry.proto.v1 import chat_pb2, common_pb2, worker_pb2
 
@@ -36,6 +37,7 @@ def replay(record: TurnRecord, placements: Iterable[chat_pb2.Placement], text: A
     waiting = sorted(map(as_announced, placements), key=lambda p: (p.first_index, p.epoch))
     details = {t.index: t for t in worker_pb2.GeneratedTokens.FromString(record.outcome.logprobs).tokens}
     epoch = record.epoch
+    reader = PartsReader(record)
     pieces: list[str] = []
     for index, token_id in enumerate(record.outcome.answer_ids.tolist()):
         while waiting and waiting[0].first_index <= index:
@@ -44,13 +46,13 @@ def replay(record: TurnRecord, placements: Iterable[chat_pb2.Placement], text: A
         piece = "" if token_id in text.end_token_ids else text.push(token_id)[0]
         pieces.append(piece)
         token = details.get(index) or common_pb2.GeneratedToken(index=index, token_id=token_id)
-        events.append(stamp(chat_pb2.TurnEvent(token=token_event(token, piece, text)), record, epoch, index))
+        made = token_event(token, piece, reader.push(piece), text)
+        events.append(stamp(chat_pb2.TurnEvent(token=made), record, epoch, index))
     tail = record.outcome.answer_text[len("".join(pieces)) :]
     n_tokens = len(record.outcome.answer_ids)
     events.extend(stamp(chat_pb2.TurnEvent(placed=p), record, p.epoch, n_tokens) for p in waiting)
-    events.append(
-        stamp(chat_pb2.TurnEvent(finished=finished(record, record.outcome, tail)), record, record.epoch, n_tokens)
-    )
+    end = finished(record, record.outcome, tail, reader.finish(tail))
+    events.append(stamp(chat_pb2.TurnEvent(finished=end), record, record.epoch, n_tokens))
     return events
 
 
@@ -71,8 +73,14 @@ def started(record: TurnRecord) -> chat_pb2.TurnStarted:
     return chat_pb2.TurnStarted(n_prompt_tokens=record.n_prompt_tokens, n_history_tokens=record.n_history_tokens)
 
 
-def token_event(token: common_pb2.GeneratedToken, piece: str, text: AnswerText) -> chat_pb2.TokenEvent:
+def token_event(
+    token: common_pb2.GeneratedToken, piece: str, parts: Sequence[chat_pb2.AnswerPart], text: AnswerText
+) -> chat_pb2.TokenEvent:
     event = chat_pb2.TokenEvent(token_id=token.token_id, text=piece)
+    if len(parts) == 1 and parts[0].content == piece:
+        event.is_content = True  # as nearly all are: not said twice
+    else:
+        event.parts.extend(parts)
     if token.HasField("logprob"):
         event.logprob = token.logprob
         event.top_logprobs.extend(
@@ -82,7 +90,9 @@ def token_event(token: common_pb2.GeneratedToken, piece: str, text: AnswerText) 
     return event
 
 
-def finished(record: TurnRecord, outcome: TurnOutcome, tail: str) -> chat_pb2.TurnFinished:
+def finished(
+    record: TurnRecord, outcome: TurnOutcome, tail: str, tail_parts: Sequence[chat_pb2.AnswerPart]
+) -> chat_pb2.TurnFinished:
     return chat_pb2.TurnFinished(
         reason=common_pb2.FinishReason.ValueType(outcome.reason),
         n_prompt_tokens=record.n_prompt_tokens,
@@ -94,4 +104,6 @@ def finished(record: TurnRecord, outcome: TurnOutcome, tail: str) -> chat_pb2.Tu
         n_placements=outcome.n_placements,
         error_code=outcome.error_code,
         error=outcome.error,
+        answer=parsed_message(parsed(record, outcome.answer_text)),
+        tail_parts=tail_parts,
     )

@@ -283,6 +283,7 @@ class TurnRunner:
             max_tokens=record.max_tokens,
             end_token_ids=self._around.end_token_ids,
             recompute=recompute,
+            grammar=record.form.grammar,
         )
 
     def _token_ids(self) -> TokenArray:

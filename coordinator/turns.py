@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Final
 from uuid import uuid4
 
-from kvferry.coordinator.conversation import ModelAnswerText, TextSide, new_prompt_ids, tokens_of
+from kvferry.coordinator.conversation import ModelAnswerText, TextSide, tokens_of
 from kvferry.coordinator.cutting import cut_at
 from kvferry.coordinator.errors import (
     IndexOutOfRange,
@@ -27,6 +27,7 @@ from kvferry.coordinator.errors import (
     UnknownSession,
     UnknownTurn,
 )
+from kvferry.coordinator.forms import Preparation
 from kvferry.coordinator.membership import NodeState
 from kvferry.coordinator.registry import FinishReason, SessionRecord, TokenArray, TurnRecord
 from kvferry.coordinator.requests import TurnRequest, answer_budget
@@ -62,11 +63,13 @@ class Turns:
         context_length: int,
         no_node_wait_seconds: float,
         max_open_turns: int,
+        check_grammar: Callable[[str], None],
         new_id: Callable[[], str] = lambda: uuid4().hex,
     ) -> None:
         self.n_failovers = 0
         self.n_finished = 0
         self._model = model
+        self._prepare = Preparation(model, check_grammar)
         self._around = around
         self._policy = policy
         self._context_length = context_length
@@ -101,7 +104,7 @@ class Turns:
         """Make a turn durable and start it, or find the one that the same request began before.
 
         Raises UnknownSession, SessionBusy, TurnExists (the id of another request), PromptTooLong, InvalidMessage,
-        QueueFull.
+        QueueFull, InvalidTools, InvalidFormat, FormatTooComplex.
         """
         if self._stopping.is_set():
             raise stopping()
@@ -294,19 +297,20 @@ class Turns:
             )
         turns = await registry.list_turns(request.session_id)
         history = tokens_of(turns)
-        prompt_ids = await self._around.in_thread(lambda: new_prompt_ids(self._model, turns, history, request.messages))
-        n_prompt_tokens = len(history) + len(prompt_ids)
+        prepared = await self._around.in_thread(lambda: self._prepare(request, turns, history))
+        n_prompt_tokens = len(history) + len(prepared.prompt_ids)
         record = TurnRecord(
             session_id=request.session_id,
             turn_id=request.turn_id or self._new_id(),
             messages=request.messages,
             n_history_tokens=len(history),
-            prompt_ids=prompt_ids,
+            prompt_ids=prepared.prompt_ids,
             sampling=request.sampling.SerializeToString(deterministic=True),
             max_tokens=answer_budget(n_prompt_tokens, request.max_tokens, self._contexts()),
             stop=request.stop,
             digest=request.digest,
             created_at_ms=self._around.wall_ms(),
+            form=prepared.form,
         )
         return record, history
 

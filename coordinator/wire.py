@@ -10,9 +10,10 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import grpc
 import grpc.aio
 
+from kvferry.coordinator.answer_parts import call_message, parsed, parsed_message
 from kvferry.coordinator.errors import CoordinatorError
 from kvferry.coordinator.membership import Load, Member, Node
-from kvferry.coordinator.registry import SessionRecord, TurnRecord
+from kvferry.coordinator.registry import Message, SessionRecord, TurnRecord
 from kvferry.proto.status import status_of, trailing_metadata
 from kvferry.proto.v1 import chat_pb2, common_pb2, fleet_pb2, worker_pb2
 
@@ -85,7 +86,7 @@ def turn_message(record: TurnRecord, placements: Iterable[chat_pb2.Placement], *
     message = chat_pb2.Turn(
         turn_id=record.turn_id,
         state=state if record.outcome is None else chat_pb2.TURN_STATE_FINISHED,
-        messages=[chat_pb2.ChatMessage(role=m.role, content=m.content) for m in record.messages],
+        messages=[message_message(message) for message in record.messages],
         n_prompt_tokens=record.n_prompt_tokens,
         placements=placements,
     )
@@ -93,7 +94,18 @@ def turn_message(record: TurnRecord, placements: Iterable[chat_pb2.Placement], *
         message.answer = outcome.answer_text
         message.finish_reason = common_pb2.FinishReason.ValueType(outcome.reason)
         message.n_answer_tokens = len(outcome.answer_ids)
+        message.parsed.CopyFrom(parsed_message(parsed(record, outcome.answer_text)))
     return message
+
+
+def message_message(message: Message) -> chat_pb2.ChatMessage:
+    return chat_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        reasoning=message.reasoning,
+        tool_calls=[call_message(call) for call in message.tool_calls],
+        tool_call_id=message.tool_call_id,
+    )
 
 
 def node_message(member: Member) -> chat_pb2.NodeInfo:

@@ -34,6 +34,11 @@ async def here(function: Callable[[], T], /) -> T:
     return function()
 
 
+def no_grammar(grammar: str) -> None:
+    """Simulated clients ask for none."""
+    raise AssertionError(f"a simulated client asked for {grammar}")
+
+
 class SimulatedTransport:
     """``coordinator.transport.WorkerTransport`` over the simulated network."""
 
@@ -109,7 +114,7 @@ class SimulatedCoordinator:
         )  # fmt: skip
         self.turns = Turns(
             text, self._around, TurnPolicy(), context_length=CONTEXT_LENGTH, no_node_wait_seconds=2.0,
-            max_open_turns=64, new_id=lambda: f"t{rng.getrandbits(64):016x}",
+            max_open_turns=64, check_grammar=no_grammar, new_id=lambda: f"t{rng.getrandbits(64):016x}",
         )  # fmt: skip
         self._transport.n_dropped_of = self._n_dropped
         self._service: FleetService | None = None

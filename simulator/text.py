@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from kvferry.engine.text.model import ChatMessage
 
@@ -24,13 +24,30 @@ class SimulatedText:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < END else b""
 
-    def first_turn(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def literal_id(self, text: str) -> int | None:
+        del text
+        return None
+
+    def first_turn(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool | None = None,
+    ) -> list[int]:
+        del tools, thinking
         return [byte for m in messages for byte in f"<{m.role}>{m.content}".encode()]
 
     def next_turn(
-        self, history: Sequence[ChatMessage], last_token_id: int, new_messages: Sequence[ChatMessage]
+        self,
+        history: Sequence[ChatMessage],
+        last_token_id: int,
+        new_messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool | None = None,
     ) -> list[int]:
-        del history
+        del history, tools, thinking
         return [*([] if last_token_id == END else [10]), *self.first_turn(new_messages)]
 
 

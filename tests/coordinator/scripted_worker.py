@@ -51,6 +51,8 @@ class Script:
     tokens_per_message: int = 1
     # The answer ends by itself, with an end token, after this many tokens.
     end_after: int | None = None
+    # Exactly these tokens, and then an end token.
+    answer: Sequence[int] | None = None
     # Refuse RunTurn with this code.
     refuse: str = ""
     # Break the stream (or kill the process) once this many tokens were sent in one RunTurn.
@@ -171,8 +173,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         n_sent, batch = 0, []
         while True:
             index = len(ids) - request.n_prompt_tokens
-            ends = self.script.end_after is not None and index + 1 >= self.script.end_after
-            ids.append(request.end_token_ids[0] if ends else scripted_token(ids, request.sampling.seed))
+            end_after = len(self.script.answer) + 1 if self.script.answer is not None else self.script.end_after
+            ends = end_after is not None and index + 1 >= end_after
+            if ends:
+                ids.append(request.end_token_ids[0])
+            elif self.script.answer is not None:
+                ids.append(self.script.answer[index])
+            else:
+                ids.append(scripted_token(ids, request.sampling.seed))
             self.resident[request.session_id] = len(ids) - 1
             token = common_pb2.GeneratedToken(index=index, token_id=ids[-1])
             if request.sampling.logprobs:

@@ -29,6 +29,7 @@ from kvferry.coordinator.errors import (
 )
 from kvferry.coordinator.memory_registry import Ledger, MemoryRegistry
 from kvferry.coordinator.registry import (
+    AnswerForm,
     FinishReason,
     Message,
     PageKey,
@@ -39,6 +40,7 @@ from kvferry.coordinator.registry import (
 )
 from kvferry.coordinator.sqlite_registry import SqliteRegistry
 from kvferry.coordinator.state_directory import StateDirectory
+from kvferry.engine.text.messages import Tool, ToolCall
 
 Open = Callable[[], Awaitable[Registry]]
 
@@ -121,7 +123,38 @@ def plain(record: TurnRecord) -> dict[str, object]:
     return fields
 
 
+def plain_outcome(result: TurnOutcome) -> dict[str, object]:
+    return {**dataclasses.asdict(result), "answer_ids": result.answer_ids.tolist()}
+
+
 # The registry itself.
+
+
+async def test_the_form_of_an_answer_and_all_of_a_message_are_kept(open_registry: Open) -> None:
+    call = ToolCall("f", {"ä": [1, None]}, "id")
+    record = dataclasses.replace(
+        turn(),
+        messages=(
+            Message("user", "q"),
+            Message("assistant", "", "", (call,)),
+            Message("assistant", "b", None, (call, call)),
+            Message("tool", "25", tool_call_id="id"),
+        ),
+        form=AnswerForm(
+            tools=(Tool("f", "does €", '{"type": "object"}'), Tool("g")), thinking=False, grammar='start: "a"\n',
+            prompt_opened_thinking=True, reads_thinking=False,
+        ),
+    )  # fmt: skip
+    registry = await open_registry()
+    await registry.create_session(session())
+    await registry.begin_turn(record)
+    await finish(registry)
+    await registry.fork_session("s", session("fork"), None)
+    registry = await open_registry()
+    for session_id in ("s", "fork"):
+        (kept,) = await registry.list_turns(session_id)
+        assert kept.messages == record.messages
+        assert kept.form == record.form
 
 
 async def test_each_opening_raises_the_generation_and_keeps_the_id(open_registry: Open) -> None:
@@ -441,6 +474,30 @@ async def test_a_state_of_a_newer_version_is_refused_with_what_to_do(tmp_path: P
         await open_sqlite(tmp_path)
 
 
+async def test_a_state_of_version_1_is_brought_up_to_date(tmp_path: Path) -> None:
+    import sqlite3
+
+    before = await open_sqlite(tmp_path)
+    await before.create_session(session())
+    await before.begin_turn(turn("t1"))
+    await finish(before, "t1")
+    await before.begin_turn(turn("t2", history=4))
+    await before.close()
+    with sqlite3.connect(tmp_path / "registry.sqlite3") as db:  # as the program before this one left it
+        db.execute("ALTER TABLE turns DROP COLUMN form")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    for _ in range(2):
+        after = await open_sqlite(tmp_path)
+        assert next(plain(t) for t in await after.list_turns("s"))["outcome"] == plain_outcome(outcome())
+        assert [t.turn_id for t in await after.open_turns()] == ["t2"]
+        assert (await after.get_turn("s", "t2")).form == AnswerForm()
+        await after.close()
+    with sqlite3.connect(tmp_path / "registry.sqlite3") as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (2,)
+    db.close()
+
+
 async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "registry.sqlite3").write_bytes(b"something else entirely, and long enough to be looked at" * 10)
     with pytest.raises(CannotStart, match=r"cannot be opened: .* backup of it in its place, or move it away"):
@@ -452,8 +509,9 @@ async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     [
         ("CREATE TABLE meta (a)", "another program's"),
         ("CREATE TABLE songs (a); PRAGMA user_version = 1", "another program's"),
+        ("CREATE TABLE songs (a); PRAGMA user_version = 2", "another program's"),
         (
-            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 1",
+            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 2",
             "backup of it in its place",
         ),
     ],

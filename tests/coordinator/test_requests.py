@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 
 from kvferry.coordinator.errors import BadRequest, CoordinatorError
 from kvferry.coordinator.registry import PageKey
 from kvferry.coordinator.requests import answer_budget, page_key, page_size, page_token, turn_request
+from kvferry.engine.errors import EngineError
 from kvferry.proto.status import STATUS_OF
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
@@ -20,12 +22,44 @@ def sampling(**fields: object) -> chat_pb2.GenerateRequest:
     return ask(sampling=common_pb2.SamplingSettings(**fields))
 
 
+FORMAT = chat_pb2.OutputFormat(regex="a")
+
+
+def said(**message: object) -> chat_pb2.GenerateRequest:
+    return ask(messages=[chat_pb2.ChatMessage(**message), chat_pb2.ChatMessage(role="user", content="hi")])
+
+
+def call(name: str, arguments: str, call_id: str = "") -> chat_pb2.ToolCall:
+    return chat_pb2.ToolCall(id=call_id, name=name, arguments=arguments)
+
+
+def tool(name: str, parameters: str = "") -> chat_pb2.Tool:
+    return chat_pb2.Tool(name=name, parameters=parameters)
+
+
 BAD = [
     (ask(messages=[]), "empty_prompt", "at least one message"),
     (ask(("user", " \n")), "empty_prompt", "has no text"),
     (ask(("robot", "hi")), "invalid_message", "role 'robot': give one of system, user, assistant"),
     (ask(("user", "hi"), ("system", "be")), "invalid_message", "message 2 has the role system"),
     (ask(("user", "hi"), ("assistant", "ho")), "invalid_message", "has to be the user's"),
+    (ask(("tool", "25"), ("assistant", "ho")), "invalid_message", "has to be the user's or a tool's"),
+    (said(role="user", content="hi", reasoning="hm"), "invalid_message", "message 1 .* only an assistant's"),
+    (said(role="user", content="hi", tool_calls=[call("f", "{}")]), "invalid_message", "message 1 .* only an"),
+    (said(role="user", content="hi", tool_call_id="a"), "invalid_message", "message 1 .* only a tool's message"),
+    (said(role="assistant", tool_calls=[call("f", "[1]")]), "invalid_message", "'f' with arguments that are no JSON"),
+    (said(role="assistant", tool_calls=[call("", "{}")]), "invalid_message", "a tool without a name"),
+    (said(role="assistant", tool_calls=[call("f", "{}", "x" * 257)]), "invalid_message", "257 characters"),
+    (ask(tools=[tool("a b")]), "invalid_tools", "tool 1 has the name 'a b'"),
+    (ask(tools=[tool("a"), tool("a")]), "invalid_tools", "two tools have the name a"),
+    (ask(tools=[tool("a", "[]")]), "invalid_tools", "the parameters of the tool a are no JSON object"),
+    (ask(tools=[tool("a", "[" * 99999)]), "invalid_tools", "the parameters of the tool a are no JSON object"),
+    (ask(tools=[tool(f"t{i}") for i in range(129)]), "invalid_tools", "129 tools: at most 128"),
+    (ask(tools=[tool("a", '"' + "x" * (1 << 20) + '"')]), "invalid_tools", "more than 1048576 characters"),
+    (ask(tool_choice=7), "invalid_tools", "tool_choice is 7"),
+    (ask(tool_name="a"), "invalid_tools", "tool_choice does not require a call"),
+    (ask(tool_choice=1, format=FORMAT), "invalid_format", "ask for one of them"),
+    (ask(format=chat_pb2.OutputFormat()), "invalid_format", "the format is empty"),
     (ask(*[("user", "hi")] * 1025), "invalid_message", "1025 messages"),
     (ask(session_id=""), "invalid_name", "session_id is ''"),
     (ask(session_id="a/b"), "invalid_name", "session_id is 'a/b'"),
@@ -53,9 +87,10 @@ BAD = [
 def test_each_mistake_has_its_code_and_its_sentence(
     request_: chat_pb2.GenerateRequest, code: str, sentence: str
 ) -> None:
-    with pytest.raises(BadRequest, match=sentence) as refused:
+    with pytest.raises((BadRequest, EngineError), match=sentence) as refused:
         turn_request(request_)
     assert refused.value.code == code
+    assert STATUS_OF[code] is grpc.StatusCode.INVALID_ARGUMENT
     assert "\n" not in str(refused.value)
 
 
@@ -76,7 +111,25 @@ def test_equal_requests_have_equal_digests_and_others_do_not() -> None:
         ask(("user", "h"), ("user", "i"), stop=["a"], max_tokens=5),
         ask(stop=["a"], max_tokens=5, sampling=common_pb2.SamplingSettings(seed=1)),
     ]
+    others += [
+        ask(stop=["a"], max_tokens=5, **more)
+        for more in (
+            {"thinking": True},
+            {"thinking": False},
+            {"tools": [tool("a")]},
+            {"tools": [tool("a")], "tool_choice": 1},
+            {"format": chat_pb2.OutputFormat(regex="a")},
+            {"format": chat_pb2.OutputFormat(json_schema="a")},
+        )
+    ]
     assert len({turn_request(r).digest for r in others} | {base}) == len(others) + 1
+
+
+def test_a_plain_request_has_the_digest_it_always_had() -> None:
+    """Or a program that asks again after an upgrade would be told that its turn is another's."""
+    assert turn_request(ask(stop=["a"], max_tokens=5)).digest == (
+        "0dd0d24bb7fc6c944d622f3e4a5baebb25b2d7bebab288551de30f9a809b8287"
+    )
 
 
 @pytest.mark.parametrize(

@@ -332,9 +332,9 @@ async def test_long_prompts_are_tokenised_off_the_event_loop(
         def __getattr__(self, name: str) -> Any:
             return getattr(model.text, name)
 
-        def first_turn(self, messages: Any) -> list[int]:
+        def first_turn(self, messages: Any, **settings: Any) -> list[int]:
             threads.append(threading.current_thread().name)
-            return model.text.first_turn(messages)
+            return model.text.first_turn(messages, **settings)
 
     cluster = await new_cluster(model=LoadedModel(text=Watched(), context_length=8192))  # type: ignore[arg-type]
     client = cluster.client()

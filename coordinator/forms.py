@@ -1,0 +1,86 @@
+"""What a turn adds to its session, and what its answer has to be: all that is worked out before it becomes durable."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvferry.coordinator.conversation import TextSide, new_prompt_ids, opened_thinking
+from kvferry.coordinator.form_requests import FormRequest
+from kvferry.coordinator.registry import AnswerForm, TokenArray, TurnRecord
+from kvferry.coordinator.requests import TurnRequest
+from kvferry.engine.errors import InvalidTools
+from kvferry.engine.text.answer_form import Thinking, answer_grammar, can_think
+from kvferry.engine.text.messages import Tool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """``prompt_ids``: int32[n], what the turn adds to the history."""
+
+    prompt_ids: TokenArray
+    form: AnswerForm
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preparation:
+    """Any thread may call it. ``check_grammar`` raises for a grammar that no node could follow."""
+
+    model: TextSide
+    check_grammar: Callable[[str], None]
+
+    def __call__(self, request: TurnRequest, turns: Sequence[TurnRecord], history_ids: TokenArray) -> Prepared:
+        """Of a session with these turns and tokens.
+
+        Raises InvalidMessage, InvalidTools, InvalidFormat, FormatTooComplex.
+        """
+        asked = request.form
+        tools = session_tools(turns, asked)
+        calls = callable_tools(tools, asked)
+        prompt_ids = new_prompt_ids(self.model, turns, history_ids, request.messages, tools, asked.thinking)
+        opened = opened_thinking(self.model, np.concatenate([history_ids, prompt_ids]))
+        thinking: Thinking = "no"
+        grammar = ""
+        if asked.content is not None or asked.must_call:
+            if can_think(self.model) and (opened or asked.thinking is not False):
+                thinking = "has begun" if opened else "may"
+            grammar = answer_grammar(self.model, content=asked.content, tools=calls, thinking=thinking)
+            self.check_grammar(grammar)
+        reads_thinking = not grammar or thinking != "no"
+        form = AnswerForm(
+            tools=tools,
+            thinking=asked.thinking,
+            grammar=grammar,
+            prompt_opened_thinking=opened and reads_thinking,
+            reads_thinking=reads_thinking,
+        )
+        return Prepared(prompt_ids, form)
+
+
+def session_tools(turns: Sequence[TurnRecord], asked: FormRequest) -> tuple[Tool, ...]:
+    """The tools that the model was told of, or is told of now. Raises InvalidTools: it is told once."""
+    kept = [turn for turn in turns if turn.outcome is not None and turn.outcome.kept]
+    if not kept:
+        return asked.tools
+    told = kept[0].form.tools
+    if asked.tools and asked.tools != told:
+        raise InvalidTools(
+            "the model is told of the tools with a session's first turn, and these are others: repeat the same ones, "
+            "leave them out, or begin a new session"
+        )
+    return told
+
+
+def callable_tools(tools: Sequence[Tool], asked: FormRequest) -> Sequence[Tool]:
+    """Those that an answer may call. Raises InvalidTools when a call is required of a tool that is not there."""
+    if asked.must_call and not tools:
+        raise InvalidTools("a call is required, and the session has no tools: give them with its first turn")
+    if not asked.tool_name:
+        return tools
+    named = [tool for tool in tools if tool.name == asked.tool_name]
+    if not named:
+        known = ", ".join(tool.name for tool in tools)
+        raise InvalidTools(f"there is no tool {asked.tool_name[:80]!r}; the session's tools are {known}")
+    return named
