@@ -33,6 +33,7 @@ from kvferry.engine.kernels.layout import (
     activation_row_bytes,
     weight_block_bytes,
 )
+from kvferry.engine.kernels.linear import UNIT_ROWS, kernels_of
 from kvferry.engine.memory import aligned_empty, huge_empty
 
 _CHAINS: Final = 10  # independent accumulators: more than the instructions' latency, fewer than there are registers
@@ -192,11 +193,11 @@ def gemm_ops(shape: tuple[int, int, int] = GEMM_SHAPE) -> float:
     kernels.quantise_rows(floats.ctypes.data, n_tokens, n_blocks, rows.ctypes.data)
     bias = np.zeros(n_outputs, np.float32)
     out = np.empty((n_tokens, n_outputs), np.float32)
-    n_units = n_outputs // 32
+    n_units = n_outputs // UNIT_ROWS
 
     def run(_thread: int) -> None:
         kernels.linear_units(
-            WEIGHTS_Q4, weights.ctypes.data, n_blocks, 0, n_units, rows.ctypes.data, stride, n_tokens,
+            kernels_of(WEIGHTS_Q4), weights.ctypes.data, n_blocks, 0, n_units, rows.ctypes.data, stride, n_tokens,
             out.ctypes.data, n_outputs * FLOAT_BYTES, bias.ctypes.data, 0,
         )  # fmt: skip
 
