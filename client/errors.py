@@ -34,6 +34,24 @@ class EmptyPrompt(BadRequest):
     code = "empty_prompt"
 
 
+class InvalidImage(BadRequest):
+    """An image that cannot be read, is damaged, of another kind than the supported ones, or beyond the limits."""
+
+    code = "invalid_image"
+
+
+class NoVision(BadRequest):
+    """Images for a model that takes none."""
+
+    code = "no_vision"
+
+
+class ImagesTooLarge(BadRequest):
+    """More images than one conversation may have."""
+
+    code = "images_too_large"
+
+
 class InvalidMessage(BadRequest):
     code = "invalid_message"
 

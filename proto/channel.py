@@ -10,8 +10,9 @@ from typing import Final
 
 Options = list[tuple[str, int]]
 
-MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
-"""KV rows never travel over gRPC; the largest message is a 128k-token prompt (640 KiB as varints)."""
+MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024
+"""KV rows never travel over gRPC. The largest messages are those with images: a file of 20 MiB from a client, and
+24 MiB of pixels to a node; a 128k-token prompt has 640 KiB."""
 
 KEEPALIVE_MS: Final = 2_000
 KEEPALIVE_TIMEOUT_MS: Final = 2_000

@@ -21,15 +21,21 @@ from kvferry.client.errors import (
     Unavailable,
     UnknownSession,
 )
-from kvferry.client.sdk import Client, Finished, FinishReason, Message, Sampling, Session, Turn
+from kvferry.client.sdk import Client, Finished, FinishReason, Image, Message, Sampling, Session, Turn
 
-HELP_TEXT = "/new starts another session, /sessions lists them, /quit (or Ctrl-D) ends. Ctrl-C stops an answer."
+HELP_TEXT = (
+    "/new starts another session, /sessions lists them, /image FILE shows a picture with the next message, "
+    "/quit (or Ctrl-D) ends. Ctrl-C stops an answer."
+)
 
 
 @click.command()
 @coordinator_option
 @click.option("--session", "session_id", default=None, help="Go on with this session, or give a new one this name.")
 @click.option("--message", "-m", "texts", multiple=True, help="Say this and exit (may be repeated).")
+@click.option(
+    "--image", "images", multiple=True, type=click.Path(), help="Show this picture with the first message (repeatable)."
+)
 @click.option("--system", default=None, help="System message of a new session.")
 @click.option("--max-tokens", type=click.IntRange(min=0), default=512, show_default=True, help="0: no limit.")
 @click.option("--temperature", type=float, default=None, help="0 (the default) is greedy.")
@@ -51,6 +57,7 @@ def chat(
     coordinator: str,
     session_id: str | None,
     texts: tuple[str, ...],
+    images: tuple[str, ...],
     system: str | None,
     max_tokens: int,
     stop: tuple[str, ...],
@@ -63,6 +70,7 @@ def chat(
     if not texts and sys.stdin is None:
         raise click.UsageError("The standard input is closed, so there is nothing to say; use --message TEXT.")
     interactive = not texts and sys.stdin.isatty()
+    pictures = [Image.read(path) for path in images]
     with Client(coordinator, patience_s=patience, on_outage=tell_outage) as client:
         conversation = Conversation(
             client,
@@ -73,6 +81,7 @@ def chat(
             sampling=Sampling(**sampling),
             interactive=interactive,
         )
+        conversation.show(pictures)
         conversation.open(session_id)
         if texts:
             for text in texts:
@@ -106,6 +115,7 @@ class Conversation:
         self._sampling = sampling
         self._session: Session | None = None
         self._wanted_id: str | None = None
+        self._images: list[Image] = []
         self._is_new = True
 
     def open(self, session_id: str | None) -> None:
@@ -132,6 +142,10 @@ class Conversation:
             self._view.note("its last answer was not finished yet:")
             self._show(session, session.resume(details.session.open_turn_id))
 
+    def show(self, images: Iterable[Image]) -> None:
+        """Show these with the next message."""
+        self._images += images
+
     def talk(self, lines: Iterator[str]) -> None:
         """Until the lines end or /quit. A person whose message is refused may try another; a script ends there."""
         if self._interactive:
@@ -149,7 +163,8 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """One turn."""
-        messages = [Message("user", text)]
+        messages = [Message("user", text, tuple(self._images))]
+        self._images = []  # if they are why it is refused, the next message shall not be
         if self._is_new and self._system:
             messages.insert(0, Message("system", self._system))
         session = self._session
@@ -184,6 +199,8 @@ class Conversation:
                 self.open(None)
             case "/sessions":
                 print_sessions(self._client.list_sessions(limit=20))
+            case _ if line.split(maxsplit=1)[0] == "/image":
+                self._attach(line.removeprefix("/image").strip())
             case "/help":
                 self._view.note(HELP_TEXT)
             case _ if line.startswith("/"):
@@ -191,6 +208,13 @@ class Conversation:
             case _:
                 self.say(line)
         return True
+
+    def _attach(self, path: str) -> None:
+        if not path:
+            self._view.note("which one? /image FILE")
+            return
+        self.show([Image.read(path)])
+        self._view.note(f"{path} goes with your next message")
 
     def _show(self, session: Session, turn: Turn) -> None:
         try:

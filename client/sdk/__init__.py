@@ -38,6 +38,7 @@ from kvferry.client.sdk.turn import Answer, AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
     ClusterStatus,
+    Image,
     Message,
     NodeInfo,
     NodeState,
@@ -65,6 +66,7 @@ __all__ = [
     "ConnectionLost",
     "FinishReason",
     "Finished",
+    "Image",
     "Message",
     "NodeInfo",
     "NodeLost",

@@ -16,6 +16,7 @@ from kvferry.client.sdk.turn import AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
     ClusterStatus,
+    Image,
     Message,
     NodeInfo,
     Sampling,
@@ -129,6 +130,7 @@ class AsyncSession:
         self,
         messages: str | Sequence[Message],
         *,
+        images: Sequence[Image | bytes] = (),
         sampling: Sampling = GREEDY,
         max_tokens: int = 0,
         stop: Sequence[str] = (),
@@ -137,6 +139,8 @@ class AsyncSession:
     ) -> AsyncTurn:
         """Starts a turn with the new messages (a text: one message of the user) when the result is first iterated.
 
+        ``images`` (files' bytes, or Image) stand in a text's message; in messages they have their own.
+
         Sampling comes as a value, as single fields (`temperature=0.8, seed=7`), or as a value with fields that replace
         its own. max_tokens 0: to the end of the context. The same turn_id asked again is the same turn. Raises
         InvalidSampling and InvalidRequest at once for values that no message can hold.
@@ -144,7 +148,7 @@ class AsyncSession:
         turn_id = turn_id or self._new_id()
         sampling = replace(sampling, **fields)
         request = wire.generate_request(
-            self.id, turn_id, messages=messages, sampling=sampling, max_tokens=max_tokens, stop=stop
+            self.id, turn_id, messages=messages, images=images, sampling=sampling, max_tokens=max_tokens, stop=stop
         )
         return AsyncTurn(self._connection, self.id, turn_id, request)
 

@@ -15,6 +15,7 @@ from kvferry.client.sdk.turn import Answer, AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
     ClusterStatus,
+    Image,
     Message,
     NodeInfo,
     Sampling,
@@ -135,6 +136,7 @@ class Session:
         self,
         messages: str | Sequence[Message],
         *,
+        images: Sequence[Image | bytes] = (),
         sampling: Sampling = GREEDY,
         max_tokens: int = 0,
         stop: Sequence[str] = (),
@@ -143,7 +145,7 @@ class Session:
     ) -> Turn:
         """See AsyncSession.generate."""
         turn = self._async.generate(
-            messages, sampling=sampling, max_tokens=max_tokens, stop=stop, turn_id=turn_id, **fields
+            messages, images=images, sampling=sampling, max_tokens=max_tokens, stop=stop, turn_id=turn_id, **fields
         )
         return Turn(self._loop, turn)
 

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypedDict
+from pathlib import Path
+from typing import Final, Self, TypedDict
 
+from kvferry.client.errors import InvalidImage
 from kvferry.client.sdk.events import FinishReason, Placed
+
+MAX_IMAGE_BYTES: Final = 20 << 20
+"""Of one file, as chat.proto has it; more is not even read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A picture in a user's message: a PNG, JPEG or WebP file, which stands before character ``at`` of the content.
+
+    What the coordinator tells of a turn has no data, but the other fields: the SHA-256 in hex of what the model sees,
+    its size in pixels, and the tokens that it takes.
+    """
+
+    data: bytes = field(default=b"", repr=False)
+    at: int = 0
+    content_hash: str = ""
+    width: int = 0
+    height: int = 0
+    n_tokens: int = 0
+
+    @classmethod
+    def read(cls, path: Path | str, at: int = 0) -> Self:
+        """The picture in a file. Raises InvalidImage for one that cannot be read, or is too large."""
+        try:
+            with Path(path).open("rb") as file:
+                data = file.read(MAX_IMAGE_BYTES + 1)
+        except OSError as error:
+            raise InvalidImage(f"The image {path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        if len(data) > MAX_IMAGE_BYTES:
+            raise InvalidImage(f"The image {path} has more than {MAX_IMAGE_BYTES >> 20} MiB, which is the limit.")
+        return cls(data, at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +48,7 @@ class Message:
 
     role: str
     content: str
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +165,7 @@ class NodeInfo:
     # It saves to another store than the coordinator looks at.
     other_store: bool
     pid: int
+    sees_images: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +190,4 @@ class ClusterStatus:
     prediction_error: float = 0.0
     predicted_seconds: float = 0.0
     first_token_seconds: float = 0.0
+    sees_images: bool = False

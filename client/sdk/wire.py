@@ -23,6 +23,7 @@ from kvferry.client.sdk.events import (
 )
 from kvferry.client.sdk.values import (
     ClusterStatus,
+    Image,
     Message,
     NodeInfo,
     NodeState,
@@ -162,26 +163,39 @@ def generate_request(
     turn_id: str,
     *,
     messages: str | Sequence[Message],
+    images: Sequence[Image | bytes],
     sampling: Sampling,
     max_tokens: int,
     stop: Sequence[str],
 ) -> chat_pb2.GenerateRequest:
-    """A turn's request; a plain text is one message of the user. Raises InvalidRequest and InvalidSampling."""
+    """A turn's request; a plain text is one message of the user, with the images. Raises InvalidRequest and
+    InvalidSampling."""
     if isinstance(messages, str):
-        messages = (Message("user", messages),)
+        messages = (Message("user", messages, tuple(i if isinstance(i, Image) else Image(i) for i in images)),)
+    elif images:
+        raise InvalidRequest("images go with a text; with messages, give each image to its own message.")
     if isinstance(stop, str):
         stop = (stop,)
     request = request_of(
         chat_pb2.GenerateRequest,
         session_id=session_id,
         turn_id=turn_id,
-        messages=[request_of(chat_pb2.ChatMessage, role=m.role, content=m.content) for m in messages],
+        messages=[message_to_wire(message) for message in messages],
         sampling=sampling_to_wire(sampling),
         max_tokens=max_tokens,
         stop=stop,
     )
     check_size(request)
     return request
+
+
+def message_to_wire(message: Message) -> chat_pb2.ChatMessage:
+    """Raises InvalidRequest."""
+    for image in message.images:
+        if not isinstance(image.data, bytes):
+            raise InvalidRequest(f"an image's data cannot be {type(image.data).__name__}: it is the bytes of a file.")
+    images = [request_of(chat_pb2.Image, data=image.data, at=image.at) for image in message.images]
+    return request_of(chat_pb2.ChatMessage, role=message.role, content=message.content, images=images)
 
 
 def sampling_to_wire(sampling: Sampling) -> common_pb2.SamplingSettings:
@@ -219,7 +233,7 @@ def check_size(request: WireMessage) -> None:
     if n_bytes > MAX_MESSAGE_BYTES:
         raise RequestTooLarge(
             f"The request has {n_bytes:,} bytes; one request may have {MAX_MESSAGE_BYTES:,} ({MAX_MESSAGE_BYTES >> 20} "
-            "MiB). Send a shorter message, or several turns."
+            "MiB). Send a shorter message, smaller images, or several turns."
         )
 
 
@@ -267,11 +281,16 @@ def session_details_of(message: chat_pb2.GetSessionResponse) -> SessionDetails:
     )
 
 
+def _message_of(message: chat_pb2.ChatMessage) -> Message:
+    images = (Image(b"", i.at, i.content_hash, i.width, i.height, i.n_tokens) for i in message.images)
+    return Message(message.role, message.content, tuple(images))
+
+
 def _turn_of(message: chat_pb2.Turn) -> TurnInfo:
     return TurnInfo(
         turn_id=message.turn_id,
         state=_TURN_STATES.get(message.state, TurnState.UNKNOWN),
-        messages=tuple(Message(m.role, m.content) for m in message.messages),
+        messages=tuple(_message_of(m) for m in message.messages),
         answer=message.answer,
         finish_reason=_FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN),
         n_prompt_tokens=message.n_prompt_tokens,
@@ -302,6 +321,7 @@ def node_of(message: chat_pb2.NodeInfo) -> NodeInfo:
         tokens_generated=message.tokens_generated,
         other_store=message.other_store,
         pid=message.pid,
+        sees_images=message.sees_images,
     )
 
 
@@ -324,4 +344,5 @@ def status_of(message: chat_pb2.GetStatusResponse) -> ClusterStatus:
         prediction_error=message.prediction_error_median,
         predicted_seconds=message.predicted_seconds_median,
         first_token_seconds=message.first_token_seconds_median,
+        sees_images=message.sees_images,
     )

@@ -84,7 +84,7 @@ async def test_zero_that_is_asked_for_is_not_the_default(coordinator: ScriptedCo
 
 
 def test_a_request_beyond_the_limit_names_it():
-    with Client("127.0.0.1:1") as client, pytest.raises(RequestTooLarge, match=r"4,194,304 \(4 MiB\)"):
+    with Client("127.0.0.1:1") as client, pytest.raises(RequestTooLarge, match=r"33,554,432 \(32 MiB\)"):
         client.session("s").generate("x" * (MAX_MESSAGE_BYTES + 1))
 
 
@@ -92,7 +92,7 @@ async def test_an_answer_beyond_the_limit_names_it(coordinator: ScriptedCoordina
     long_name = "x" * (MAX_MESSAGE_BYTES + 1)
     coordinator.sessions["s"] = chat_pb2.Session(session_id="s", model=long_name)
     async with AsyncClient(f"127.0.0.1:{coordinator.port}") as client:
-        with pytest.raises(RequestTooLarge, match="more than the 4 MiB"):
+        with pytest.raises(RequestTooLarge, match="more than the 32 MiB"):
             await client.session("s").details()
 
 
