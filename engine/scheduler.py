@@ -316,7 +316,8 @@ class Scheduler:
             [r.priority for r in self._running],
             self._n_prefill_rows(sum(r.is_decoding for r in self._running)),
         )
-        return [(running, n) for running, n in zip(self._running, rows, strict=True) if n]
+        plan = [(running, n) for running, n in zip(self._running, rows, strict=True) if n]
+        return sorted(plan, key=lambda entry: not entry[0].is_decoding)  # in the order that attention likes best
 
     def _n_prefill_rows(self, n_decodes: int) -> int:
         """Most rows that the next step computes for prompts."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.kernels import records
 from kvferry.engine.kernels.attention import TILE_ROWS
+from kvferry.engine.kernels.attention_ir import RESCALE_LANES
 from kvferry.engine.kernels.forward import LOGITS_PORTIONS
 from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, activation_row_bytes
 from kvferry.engine.kernels.linear import UNIT_ROWS
@@ -65,8 +66,8 @@ class Workspace:
             "scratch_tile_output": tile_rows * config.head_dim * FLOAT_BYTES,
             "scratch_tile_scores": tile_rows * KV_BLOCK * FLOAT_BYTES,
             "scratch_tile_sums": tile_rows * KV_BLOCK * FLOAT_BYTES,
-            "scratch_tile_maxima": tile_rows * FLOAT_BYTES,
-            "scratch_tile_rescales": tile_rows * FLOAT_BYTES,
+            "scratch_tile_maxima": (tile_rows + RESCALE_LANES) * FLOAT_BYTES,
+            "scratch_tile_rescales": (tile_rows + RESCALE_LANES) * FLOAT_BYTES,
             "scratch_tile_keys": config.head_dim * KV_BLOCK * FLOAT_BYTES,
             "scratch_tile_values": config.head_dim * KV_BLOCK * FLOAT_BYTES,
         }

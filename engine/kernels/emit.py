@@ -43,11 +43,11 @@ def linear_kernel(kind: int, n_tokens: int, n_groups: int) -> tuple[int, BuildKe
 
 
 def scores_kernel(n_rows: int) -> tuple[int, BuildKernel]:
-    return 4, lambda builder, isa, arguments: attention_ir.build_scores(builder, isa, n_rows, *arguments)
+    return 6, lambda builder, isa, arguments: attention_ir.build_scores(builder, isa, n_rows, *arguments)
 
 
 def values_kernel(n_rows: int) -> tuple[int, BuildKernel]:
-    return 6, lambda builder, isa, arguments: attention_ir.build_weighted_values(builder, isa, n_rows, *arguments)
+    return 8, lambda builder, isa, arguments: attention_ir.build_weighted_values(builder, isa, n_rows, *arguments)
 
 
 def assembly(path: str, kernel: tuple[int, BuildKernel]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvferry.engine.kernels.attention import activation_stride, attend, store_attended
+from kvferry.engine.kernels.attention import activation_stride, attend_all
 from kvferry.engine.kernels.experts import mixture
 from kvferry.engine.kernels.feed_forward import gate_and_up, store_gated
 from kvferry.engine.kernels.heads import project_heads
@@ -88,37 +88,6 @@ def _norm(run: Any, weight_at: int, number: int) -> int:
             finish(phase)
         portion = next_portion(phase)
     return workspace.normed_at
-
-
-@glue
-def _attention(run: Any, layer_index: int, number: int) -> None:
-    """An item is one KV head of one tile. Tiles go from the last to the first: the later a tile, the more keys it has,
-    and long work should start early.
-
-    The last items, of which not every thread gets one, are cut into parts of their query heads, so that one long
-    sequence keeps all threads busy. Never into parts of the keys: those are one sum.
-    """
-    model, step = run.model, run.step
-    group = model.n_heads // model.n_kv_heads
-    n_items = step.n_tiles * model.n_kv_heads
-    left = n_items % run.n_threads
-    n_parts = min(group, (run.n_threads + left - 1) // left) if left > 0 else 1
-    n_whole = n_items - left
-    phase = open_phase(run, number, n_whole + left * n_parts, step.n_rows)
-    portion = next_portion(phase)
-    while portion >= 0:
-        item, first, end = portion, 0, group
-        if portion >= n_whole:
-            item = n_whole + (portion - n_whole) // n_parts
-            part = (portion - n_whole) % n_parts
-            first, end = part * group // n_parts, (part + 1) * group // n_parts
-        tile = step.n_tiles - 1 - item // model.n_kv_heads
-        kv_head = item % model.n_kv_heads
-        attend(model, run.workspace, step, layer_index, tile, kv_head, first, end, run.scratch)
-        if claim(phase, portion):
-            store_attended(model, run.workspace, step, tile, kv_head, first, end, run.scratch)
-            finish(phase)
-        portion = next_portion(phase)
 
 
 @kernel
@@ -267,7 +236,7 @@ def forward(models: Any, layers: Any, workspaces: Any, steps: Any, thread: int, 
             project_heads(run, layer, index, normed, np.int64(0), n_heads, beside + LAST_HEADS)
         else:
             project_heads(run, layer, index, normed, np.int64(0), n_all_heads, phase + HEADS)
-        _attention(run, index, phase + ATTENTION)
+        attend_all(run, index, phase + ATTENTION)
         _add_to_hidden(run, layer.o_kind, layer.o_at, workspace.attended_at, attended_size, phase + OUTPUT)
         if layer.router_at != 0:
             mixture(run, layer, phase + FEED_FORWARD)

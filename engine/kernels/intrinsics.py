@@ -94,11 +94,11 @@ def call_unpack_row(_context: Any, function: Any, weights: Any, n_blocks: Any, r
 
 def make_scores(n_rows: int) -> Any:
     @intrinsic
-    def scores_tile(_context: Any, q: Any, head_dim: Any, k_tile: Any, scores: Any) -> Any:
+    def scores_tile(_context: Any, q: Any, head_dim: Any, k_tile: Any, scores: Any, ahead: Any, ahead_step: Any) -> Any:
         def build(builder: Builder, *values: Value) -> None:
             attention_ir.build_scores(builder, ISA, n_rows, *values)
 
-        return _emit(_NOTHING, [_INT] * 4, build)
+        return _emit(_NOTHING, [_INT] * 6, build)
 
     return scores_tile
 
@@ -106,19 +106,37 @@ def make_scores(n_rows: int) -> Any:
 def make_weighted_values(n_rows: int) -> Any:
     @intrinsic
     def values_tile(
-        _context: Any, weights: Any, n_valid: Any, v_tile: Any, head_dim: Any, rescale: Any, output: Any
+        _context: Any,
+        weights: Any,
+        n_valid: Any,
+        v_tile: Any,
+        head_dim: Any,
+        rescale: Any,
+        output: Any,
+        ahead: Any,
+        ahead_step: Any,
     ) -> Any:
         def build(builder: Builder, *values: Value) -> None:
             attention_ir.build_weighted_values(builder, ISA, n_rows, *values)
 
-        return _emit(_NOTHING, [_INT] * 6, build)
+        return _emit(_NOTHING, [_INT] * 8, build)
 
     return values_tile
 
 
 @intrinsic
-def softmax_step(_context: Any, n_valid: Any, scores: Any, maximum: Any, rescale: Any, sums: Any) -> Any:
-    return _emit(_NOTHING, [_INT] * 5, attention_ir.build_softmax_step)
+def row_maximum(_context: Any, n_valid: Any, scores: Any, old: Any, new: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 4, attention_ir.build_row_maximum)
+
+
+@intrinsic
+def rescales_of(_context: Any, n_rows: Any, maxima: Any, rescales: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 3, attention_ir.build_rescales)
+
+
+@intrinsic
+def row_weights(_context: Any, n_valid: Any, scores: Any, maximum: Any, rescale: Any, sums: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 5, attention_ir.build_row_weights)
 
 
 @intrinsic

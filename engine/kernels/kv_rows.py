@@ -38,6 +38,14 @@ def tile_bytes(kind: int, head_dim: int) -> int:
 
 
 @kernel
+def value_bytes(kind: int) -> int:
+    """Bytes of one stored element."""
+    if kind == KV_F32:
+        return FLOAT_BYTES
+    return HALF_BYTES if kind == KV_F16 else 1
+
+
+@kernel
 def store_key(kind: int, key: int, head_dim: int, tile: int, slot: int, narrow: int) -> None:
     """Put one head of a K row (float32) into column ``slot`` of its tile. ``narrow`` is scratch for a narrow head."""
     if kind == KV_F32:

@@ -6,8 +6,8 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.engine.kernels.attention import TILE_ROWS, _all_scores, _all_values, activation_stride
-from kvferry.engine.kernels.attention_ir import LOWEST_SCORE
+from kvferry.engine.kernels.attention import TILE_ROWS, activation_stride, all_scores, all_values, softmax_step
+from kvferry.engine.kernels.attention_ir import LOWEST_SCORE, RESCALE_LANES
 from kvferry.engine.kernels.intrinsics import (
     add_floats,
     gelu_erf,
@@ -15,7 +15,6 @@ from kvferry.engine.kernels.intrinsics import (
     layer_norm,
     load_float,
     quantise_floats,
-    softmax_step,
     store_float,
 )
 from kvferry.engine.kernels.jit import kernel
@@ -25,7 +24,7 @@ from kvferry.engine.kernels.linear import UNIT_ROWS, linear
 _SCORE_BYTES: Final = KV_BLOCK * FLOAT_BYTES
 _LOWEST: Final = np.float32(LOWEST_SCORE)
 # Floats of scratch memory that attend_head needs beside one output row for each tile row.
-TILE_FLOATS: Final = TILE_ROWS * (2 * KV_BLOCK + 2)
+TILE_FLOATS: Final = TILE_ROWS * (2 * KV_BLOCK) + 2 * (TILE_ROWS + RESCALE_LANES)
 
 
 @kernel
@@ -79,7 +78,7 @@ def attend_head(q: int, k_tiles: int, v_tiles: int, n: int, head_dim: int, out: 
     scores = scratch
     sums = scores + TILE_ROWS * _SCORE_BYTES
     maxima = sums + TILE_ROWS * _SCORE_BYTES
-    rescales = maxima + TILE_ROWS * FLOAT_BYTES
+    rescales = maxima + (TILE_ROWS + RESCALE_LANES) * FLOAT_BYTES
     for first in range(0, n, TILE_ROWS):
         n_rows = min(TILE_ROWS, n - first)
         output = out + first * row_bytes
@@ -91,16 +90,11 @@ def attend_head(q: int, k_tiles: int, v_tiles: int, n: int, head_dim: int, out: 
             store_float(maxima + row * FLOAT_BYTES, _LOWEST)
         for block in range((n + KV_BLOCK - 1) // KV_BLOCK):
             n_valid = min(np.int64(KV_BLOCK), n - block * KV_BLOCK)
-            _all_scores(q + first * row_bytes, n_rows, head_dim, k_tiles + block * tile_bytes, scores)
-            for row in range(n_rows):
-                softmax_step(
-                    n_valid,
-                    scores + row * _SCORE_BYTES,
-                    maxima + row * FLOAT_BYTES,
-                    rescales + row * FLOAT_BYTES,
-                    sums + row * _SCORE_BYTES,
-                )
-            _all_values(scores, n_rows, n_valid, v_tiles + block * tile_bytes, head_dim, rescales, output)
+            k_tile, v_tile = k_tiles + block * tile_bytes, v_tiles + block * tile_bytes
+            step = np.int64(KV_BLOCK * FLOAT_BYTES)
+            all_scores(q + first * row_bytes, n_rows, head_dim, k_tile, scores, k_tile + tile_bytes, step)
+            softmax_step(n_rows, n_rows, n_valid, scores, maxima, rescales, sums)
+            all_values(scores, n_rows, n_valid, v_tile, head_dim, rescales, output, v_tile + tile_bytes, step)
         for row in range(n_rows):
             inverse = np.float32(1.0) / _folded(sums + row * _SCORE_BYTES)
             for d in range(head_dim):

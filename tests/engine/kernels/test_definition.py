@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from kvferry.engine.files.tensors import StoredRows
 from kvferry.engine.kernels import definition
 from kvferry.engine.kernels import intrinsics as kernels
+from kvferry.engine.kernels.attention import softmax_step
+from kvferry.engine.kernels.attention_ir import RESCALE_LANES
 from kvferry.engine.kernels.experts import route
 from kvferry.engine.kernels.layout import (
     QUANT_BLOCK,
@@ -40,11 +42,6 @@ def run_gated(gate, up, row, n_blocks, block):
 @njit
 def run_rope(x, table, half, scale, out):
     kernels.rope(x, table, half, scale, out)
-
-
-@njit
-def run_softmax(n_valid, scores, maximum, rescale, sums):
-    kernels.softmax_step(n_valid, scores, maximum, rescale, sums)
 
 
 @njit
@@ -207,29 +204,45 @@ def test_rope() -> None:
     assert same_bits(out, definition.rope(x, table[0], table[1], 0.3))
 
 
-@pytest.mark.parametrize("n_valid", [1, 5, 31, 32])
-def test_the_softmax_step(n_valid: int) -> None:
-    random = np.random.default_rng(n_valid)
-    scores = (random.standard_normal(32) * 5).astype(np.float32)
-    before, sums = scores.copy(), random.random(32).astype(np.float32)
-    scores[n_valid:] = np.nan  # stale rows
-    state = np.array([0.25, 0], np.float32)
-    old_sums = sums.copy()
-    run_softmax(n_valid, address(scores), address(state), address(state) + 4, address(sums))
-    new = max(np.float32(0.25), before[:n_valid].max())
-    rescale = definition.exp(np.array([np.float32(0.25) - new], np.float32))
-    expected = np.zeros(32, np.float32)
-    expected[:n_valid] = definition.exp(before[:n_valid] - new)
-    assert same_bits(scores, expected)
-    assert same_bits(state, np.array([new, rescale[0]], np.float32))
-    assert same_bits(sums, definition.fma(old_sums, rescale, expected))
+class SoftmaxRows:
+    """Some rows' state, with the room behind it that the kernel asks for."""
+
+    def __init__(self, n_rows: int, maximum: float) -> None:
+        self.n_rows = n_rows
+        self.maxima = np.full(n_rows + RESCALE_LANES, maximum, np.float32)
+        self.rescales = np.full(n_rows + RESCALE_LANES, np.nan, np.float32)
+        self.sums = np.random.default_rng(n_rows).random((n_rows, 32)).astype(np.float32)
+
+    def step(self, n_heads: int, n_valid: int, scores: NDArray) -> None:
+        arrays = (scores, self.maxima, self.rescales, self.sums)
+        softmax_step(np.int64(self.n_rows), np.int64(n_heads), np.int64(n_valid), *(address(a) for a in arrays))
+
+
+@pytest.mark.parametrize("n_valid", [1, 5, 30, 31, 32])
+@pytest.mark.parametrize(("n_tokens", "n_heads"), [(1, 1), (3, 2), (8, 3)])
+def test_the_softmax_step(n_valid: int, n_tokens: int, n_heads: int) -> None:
+    rows, random = SoftmaxRows(n_tokens * n_heads, 0.25), np.random.default_rng(n_valid)
+    scores = (random.standard_normal((rows.n_rows, 32)) * 5).astype(np.float32)
+    seen = [min(32, n_valid + row // n_heads) for row in range(rows.n_rows)]
+    before, old_sums = scores.copy(), rows.sums.copy()
+    for row, n in enumerate(seen):
+        scores[row, n:] = np.nan  # stale rows
+    rows.step(n_heads, n_valid, scores)
+    for row, n in enumerate(seen):
+        new = max(np.float32(0.25), before[row, :n].max())
+        rescale = definition.exp(np.array([np.float32(0.25) - new], np.float32))
+        expected = np.zeros(32, np.float32)
+        expected[:n] = definition.exp(before[row, :n] - new)
+        assert same_bits(scores[row], expected)
+        assert (rows.maxima[row], rows.rescales[row]) == (new, rescale[0])
+        assert same_bits(rows.sums[row], definition.fma(old_sums[row], rescale, expected))
 
 
 def test_a_maximum_that_does_not_rise_rescales_by_exactly_one() -> None:
     assert definition.exp(np.zeros(1, np.float32))[0] == 1
-    scores, sums, state = np.zeros(32, np.float32), np.zeros(32, np.float32), np.array([1, 0], np.float32)
-    run_softmax(32, address(scores), address(state), address(state) + 4, address(sums))
-    assert state.tolist() == [1, 1]
+    rows = SoftmaxRows(1, 1.0)
+    rows.step(1, 32, np.zeros((1, 32), np.float32))
+    assert (rows.maxima[0], rows.rescales[0]) == (1, 1)
 
 
 def test_exp_is_accurate() -> None:
