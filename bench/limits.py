@@ -83,7 +83,7 @@ def _integer_chains(_context: Any, rounds: Any, address: Any) -> Any:  # noqa: A
         dot, zero = ISA.dot, t.at(builder, values[1])
         activations = dot.broadcast(builder, zero)
         raw = t.load(builder, t.vector(t.I8, 4 * ISA.group_rows), zero)
-        nothing = dot.start(builder, WEIGHTS_Q4, zero)
+        nothing = dot.start(builder, WEIGHTS_Q4, zero, zero)
         start = dot.step(builder, WEIGHTS_Q4, nothing, dot.prepare(builder, WEIGHTS_Q4, raw), activations)
         parts = start if isinstance(start, tuple) else (start,)
         slots = [[t.variable(builder, part.type, part, "sum") for part in parts] for _ in range(_CHAINS // len(parts))]

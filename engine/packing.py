@@ -1,6 +1,6 @@
 """From a model on disk to weights as the kernels read them, in memory or in a file, and the records that point at them.
 
-q4_0, q4_1 and q8_0 are packed as they are; every other kind (f32, bf16, f16, q5, K-quants) is read as floats and
+What GGUF files hold in blocks is packed without a change of its values (packing_kinds.py); floats (f32, bf16, f16) are
 quantised to the engine's own q8 or q4 on the way, some rows at a time.
 """
 
@@ -23,8 +23,8 @@ from kvferry.engine.files.pages import drop_pages
 from kvferry.engine.files.tensors import Tensor
 from kvferry.engine.kernels.layout import QUANT_BLOCK, WEIGHTS_Q4, WEIGHTS_Q8
 from kvferry.engine.kernels.linear import GROUP_ROWS
-from kvferry.engine.kernels.packing import pack_q4_0, pack_q4_1, pack_q8_0
 from kvferry.engine.memory import aligned_empty, huge_empty
+from kvferry.engine.packing_kinds import STORED_KINDS, pack_stored, recipe_of
 from kvferry.engine.quantise import pack_floats
 from kvferry.engine.rope import rope_table
 from kvferry.engine.weight_plan import Part, Piece, WeightPlan, laid_out, pieces_of
@@ -33,11 +33,6 @@ _U8 = NDArray[np.uint8]
 
 Quant = Literal["q8", "q4"]
 
-# How weights and activations are held; part of the fingerprint, since it decides what rows are computed.
-NATIVE_RECIPE: Final = "weights as stored, q4_0/q4_1/q8_0; activations int8 in blocks of 32, scale absmax/127"
-_QUANTISED_RECIPE: Final = NATIVE_RECIPE + "; other weights to {quant}, recipe 1"
-
-_KINDS: Final = {"q4_0": WEIGHTS_Q4, "q4_1": WEIGHTS_Q4, "q8_0": WEIGHTS_Q8}
 _LINEAR_LAYERS: Final = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_o"}
 _GATED: Final = ("gate", "up", "down")
 # What `--quant q4` makes q4. The rest stays q8: embedding and head, k and v (small, and every later token reads what
@@ -121,7 +116,8 @@ def plan_weights(file: ModelFile, quant: Quant = "q8") -> WeightPlan:
     for index in range(config.n_layers):
         parts += _layer_parts(file, quant, index)
     is_native = all(part.as_stored for part in parts)
-    return laid_out(config, parts, NATIVE_RECIPE if is_native else _QUANTISED_RECIPE.format(quant=quant))
+    kinds = {tensor.kind for tensor in file.tensors.values()}
+    return laid_out(config, parts, recipe_of(kinds, None if is_native else quant))
 
 
 def pack_pieces(file: ModelFile, plan: WeightPlan, sink: Sink, progress: Progress = no_progress) -> None:
@@ -183,13 +179,7 @@ def pack_rows(tensor: Tensor, start: int, stop: int, packed: _U8, kind: int, *, 
     stored = tensor.stored(start, stop)
     if stored is None:
         raise ValueError("the tensor is not stored as rows")
-    source, rows = _readonly(stored), np.arange(stop - start, dtype=np.int64)
-    if tensor.kind == "q4_1":
-        pack_q4_1(source, rows, packed)
-    elif tensor.kind == "q8_0":
-        pack_q8_0(source, rows, packed)
-    else:
-        pack_q4_0(source, _minima_of_q4_0(source), rows, packed)
+    pack_stored(tensor.kind, stored, packed)
 
 
 def _layer_parts(file: ModelFile, quant: Quant, index: int) -> Iterator[Part]:
@@ -235,22 +225,5 @@ def _expert_names(prefix: str, part: str, moe: MoeConfig) -> tuple[str, ...]:
 
 def _native_kind(tensor: Tensor) -> int | None:
     """The kind that a tensor can be packed as without a change of its values."""
-    return _KINDS.get(tensor.kind) if tensor.stored(0, 1) is not None else None
-
-
-def _readonly(array: _U8) -> _U8:
-    """The kernels are compiled for one kind of source: contiguous and not to be written to."""
-    view = np.ascontiguousarray(array).view()
-    view.flags.writeable = False
-    return view
-
-
-def _minima_of_q4_0(blocks: _U8) -> _U8:
-    """-8 * d of every block as float16 bytes [rows, 2 * n_blocks]: d * (q - 8) is d * q + m with that m, exactly."""
-    d = np.ascontiguousarray(blocks.reshape(len(blocks), -1, 18)[:, :, :2]).view(np.float16)
-    minima = d.astype(np.float32) * np.float32(-8.0)
-    with np.errstate(over="ignore"):
-        halves = minima.astype(np.float16)
-    if not np.all(np.isfinite(halves)):
-        raise ModelInvalid("it has q4_0 scales above 8188, more than the kernels can hold")
-    return halves.reshape(len(blocks), -1).view(np.uint8)
+    stored_kind = STORED_KINDS.get(tensor.kind)
+    return None if stored_kind is None or tensor.stored(0, 1) is None else stored_kind.packed_as

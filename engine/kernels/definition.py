@@ -96,17 +96,22 @@ def rms_norm(x: F32, weight: F32, epsilon: float) -> F32:
 
 
 def linear(x: F32, q: NDArray[np.integer], d: F32, m: F32 | None) -> F32:
-    """Quantised x [tokens, K] times weights [rows, K] of integers q, scales d and minima m [rows, K / 32]."""
+    """Quantised x [tokens, K] times weights [rows, K] of integers q, scales d and minima m [rows, K / 32].
+
+    d [rows, K / 16] where each half of a block has its own.
+    """
     values, scale = quantise(x)
+    integers, weights = values.astype(np.int64), q.astype(np.int64)
     y = np.zeros((len(x), len(q)), np.float32)
-    for block in range(d.shape[1]):
-        part = slice(block * QUANT_BLOCK, (block + 1) * QUANT_BLOCK)
-        integers = values[:, part].astype(np.int64)
-        dot = integers @ q[:, part].astype(np.int64).T
+    size = x.shape[1] // d.shape[1]
+    for start in range(0, x.shape[1], size):
+        block = start // QUANT_BLOCK
         s = scale[:, block, None]
-        y = fma(dot.astype(np.float32) * s, d[:, block], y)
+        dot = integers[:, start : start + size] @ weights[:, start : start + size].T
+        y = fma(dot.astype(np.float32) * s, d[:, start // size], y)
         if m is not None:
-            y = fma(m[:, block], s * integers.sum(axis=1).astype(np.float32)[:, None], y)
+            block_sum = integers[:, start : start + size].sum(axis=1)
+            y = fma(m[:, block], s * block_sum.astype(np.float32)[:, None], y)
     return y
 
 

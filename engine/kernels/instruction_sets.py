@@ -13,18 +13,24 @@ from typing import Final, Protocol
 from kvferry.engine.kernels import ir_tools as t
 from kvferry.engine.kernels.cpu_features import ARM_MACHINES, host_features
 from kvferry.engine.kernels.ir_tools import Builder, Type, Value
-from kvferry.engine.kernels.layout import WEIGHTS_Q4, WEIGHTS_Q8
+from kvferry.engine.kernels.layout import ACTIVATION_MAX, QUANT_BLOCK, WEIGHT_FORMATS, WEIGHTS_Q8
+
+_STEPS: Final = QUANT_BLOCK // 4  # of a block
 
 
 class DotProduct(Protocol):
     """Dot products of one weight group (R rows, lane = row) with 4 activation bytes at a time.
 
     The accumulator is whatever the instructions need; ``finish`` makes it an int32 vector of R lanes. Weights arrive as
-    <4R x i8>: nibbles 0..15 for q4, int8 for q8. Activations lie in [-127, 127].
+    <4R x i8>, signed or not as their kind's format says. Activations lie in [-127, 127].
     """
 
-    def start(self, builder: Builder, kind: int, sum_offset: Value) -> Value | None:
-        """The accumulator before the first step; ``sum_offset`` points at the block's -128 * sum."""
+    def steps(self, kind: int) -> int:
+        """How many steps an accumulator takes before it must be finished."""
+
+    def start(self, builder: Builder, kind: int, activations: Value, sum_offset: Value) -> Value | None:
+        """The accumulator before the first step. ``activations`` points at the first step's 4 bytes, ``sum_offset`` at
+        the block's -128 * sum."""
 
     def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
         """What can be computed once per weight vector and used for all tokens."""
@@ -48,14 +54,26 @@ class Vnni:
         self.bytes: Type = t.vector(t.I8, 4 * rows)
         self.intrinsic = f"llvm.x86.avx512.vpdpbusd.{32 * rows}"
 
-    def start(self, builder: Builder, kind: int, sum_offset: Value) -> Value:
-        if kind == WEIGHTS_Q4:
-            return t.constant(self.total, 0)
-        return t.splat(builder, t.load(builder, t.I32, sum_offset), self.rows)
+    def steps(self, kind: int) -> int:
+        return _STEPS // WEIGHT_FORMATS[kind].n_scales
+
+    def start(self, builder: Builder, kind: int, activations: Value, sum_offset: Value) -> Value:
+        """Takes off in advance what prepare() adds: magnitude * sum of the activations."""
+        weights = WEIGHT_FORMATS[kind]
+        nothing = t.constant(self.total, 0)
+        if not weights.is_signed:
+            return nothing
+        if kind == WEIGHTS_Q8:
+            return t.splat(builder, t.load(builder, t.I32, sum_offset), self.rows)
+        each, added = builder.bitcast(t.constant(self.bytes, weights.magnitude), self.total), nothing
+        for step in range(self.steps(kind)):
+            values = self.broadcast(builder, t.beyond(builder, activations, 4 * step))
+            added = self.step(builder, kind, added, each, values)
+        return builder.sub(nothing, added)
 
     def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
-        if kind == WEIGHTS_Q8:  # flipping the top bit adds 128, which start() has taken off again
-            weights = builder.xor(weights, t.constant(self.bytes, 0x80))
+        if WEIGHT_FORMATS[kind].is_signed:
+            weights = builder.add(weights, t.constant(self.bytes, WEIGHT_FORMATS[kind].magnitude))
         return builder.bitcast(weights, self.total)
 
     def broadcast(self, builder: Builder, activations: Value) -> Value:
@@ -76,11 +94,19 @@ class Avx2:
         self.shorts: Type = t.vector(t.I16, 16)
         self.total: Type = t.vector(t.I32, 8)
 
-    def start(self, builder: Builder, kind: int, sum_offset: Value) -> None:
+    def steps(self, kind: int) -> int:
+        whole, fit = _STEPS // WEIGHT_FORMATS[kind].n_scales, self._fit_shorts(kind)
+        return whole if fit == 1 else min(whole, fit)
+
+    def _fit_shorts(self, kind: int) -> int:
+        """How many steps fit an int16: 8 of q4 (8 * 2 * 15 * 127 = 30480), 4 of q5 and q6, one of q8 (32512)."""
+        return 0x7FFF // (2 * WEIGHT_FORMATS[kind].magnitude * ACTIVATION_MAX)
+
+    def start(self, builder: Builder, kind: int, activations: Value, sum_offset: Value) -> None:
         return None
 
     def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
-        if kind == WEIGHTS_Q4:
+        if not WEIGHT_FORMATS[kind].is_signed:
             return weights
         magnitude = t.call(builder, "llvm.abs.v32i8", self.bytes, weights, t.int_constant(0, t.I1))
         return weights, magnitude
@@ -89,23 +115,17 @@ class Avx2:
         return builder.bitcast(t.splat(builder, t.load(builder, t.I32, activations), 8), self.bytes)
 
     def step(self, builder: Builder, kind: int, total: Value | None, weights: Value, activations: Value) -> Value:
-        if kind == WEIGHTS_Q4:
-            # The 8 steps of a block fit an int16: 8 * 2 * 15 * 127 = 30480.
-            return self._plus(builder, total, self._pair_products(builder, weights, activations))
-        # The weight's sign moves over to the activation; 2 * 128 * 127 = 32512 fits an int16.
-        signed, magnitude = weights
-        activations = t.call(builder, "llvm.x86.avx2.psign.b", self.bytes, activations, signed)
-        pairs = self._pair_products(builder, magnitude, activations)
-        return self._plus(builder, total, self._pair_sums(builder, pairs))
+        if WEIGHT_FORMATS[kind].is_signed:  # the weight's sign moves over to the activation
+            signed, weights = weights
+            activations = t.call(builder, "llvm.x86.avx2.psign.b", self.bytes, activations, signed)
+        pairs = t.call(builder, "llvm.x86.avx2.pmadd.ub.sw", self.shorts, weights, activations)
+        return self._plus(builder, total, pairs if self._fit_shorts(kind) > 1 else self._pair_sums(builder, pairs))
 
     def finish(self, builder: Builder, kind: int, total: Value) -> Value:
-        return self._pair_sums(builder, total) if kind == WEIGHTS_Q4 else total
+        return self._pair_sums(builder, total) if self._fit_shorts(kind) > 1 else total
 
     def _plus(self, builder: Builder, total: Value | None, term: Value) -> Value:
         return term if total is None else builder.add(total, term)
-
-    def _pair_products(self, builder: Builder, unsigned: Value, signed: Value) -> Value:
-        return t.call(builder, "llvm.x86.avx2.pmadd.ub.sw", self.shorts, unsigned, signed)
 
     def _pair_sums(self, builder: Builder, shorts: Value) -> Value:
         return t.call(builder, "llvm.x86.avx2.pmadd.wd", self.total, shorts, t.constant(self.shorts, 1))
@@ -118,7 +138,10 @@ class NeonDot:
         self.bytes: Type = t.vector(t.I8, 16)
         self.total: Type = t.vector(t.I32, 4)
 
-    def start(self, builder: Builder, kind: int, sum_offset: Value) -> Value:
+    def steps(self, kind: int) -> int:
+        return _STEPS // WEIGHT_FORMATS[kind].n_scales
+
+    def start(self, builder: Builder, kind: int, activations: Value, sum_offset: Value) -> Value:
         return t.constant(self.total, 0), t.constant(self.total, 0)
 
     def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
@@ -144,7 +167,10 @@ class GenericDot:
     def __init__(self) -> None:
         self.total: Type = t.vector(t.I32, 8)
 
-    def start(self, builder: Builder, kind: int, sum_offset: Value) -> Value:
+    def steps(self, kind: int) -> int:
+        return _STEPS // WEIGHT_FORMATS[kind].n_scales
+
+    def start(self, builder: Builder, kind: int, activations: Value, sum_offset: Value) -> Value:
         return t.constant(self.total, 0)
 
     def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:

@@ -13,7 +13,7 @@ from numba import extending, types
 
 from kvferry.engine.kernels import attention_ir, kv_ir, linear_ir, sync_ir, vector_ir, vision_ir
 from kvferry.engine.kernels.instruction_sets import host_instruction_set
-from kvferry.engine.kernels.ir_tools import F16, F32, I8, I16, I64, POINTER, Builder, Value, load, store
+from kvferry.engine.kernels.ir_tools import F16, F32, I8, I16, I32, I64, POINTER, Builder, Value, load, store
 
 ISA: Final = host_instruction_set()
 
@@ -270,6 +270,12 @@ def load_int32(_context: Any, address: Any) -> Any:
 @intrinsic
 def store_int32(_context: Any, address: Any, value: Any) -> Any:
     return _emit(_NOTHING, [_INT, _INT], sync_ir.build_store_int32)
+
+
+@intrinsic
+def load_word(_context: Any, address: Any) -> Any:
+    """Four bytes at any address as an unsigned number."""
+    return _emit(_INT, [_INT], lambda b, address: b.zext(load(b, I32, b.inttoptr(address, POINTER), 1), I64))
 
 
 @intrinsic

@@ -20,6 +20,7 @@ from kvferry.engine.kernels.intrinsics import (
     call_unpack_row,
     linear_tile,
     load_byte,
+    load_float,
     load_half,
     load_int,
     store_float,
@@ -29,7 +30,7 @@ from kvferry.engine.kernels.layout import (
     CACHE_LINE,
     FLOAT_BYTES,
     QUANT_BLOCK,
-    WEIGHTS_Q4,
+    WEIGHT_FORMATS,
     weight_block_bytes,
 )
 
@@ -161,31 +162,36 @@ def _make_linear(kind: int) -> Any:
 
 
 def _make_unpack_row(kind: int) -> Any:
+    form = WEIGHT_FORMATS[kind]
     block_bytes = weight_block_bytes(kind, GROUP_ROWS)
-    nibbles = kind == WEIGHTS_Q4
+    nibbles, is_signed, has_minimum, n_scales = form.nibbles, form.is_signed, form.has_minimum, form.n_scales
+    scale_bytes, scales_at = form.scale_bytes, form.integer_bytes * GROUP_ROWS
 
     @callback(types.void(*[_INT] * 4))
     def unpack_row_of_kind(weights: int, n_blocks: int, row: int, y: int) -> None:
-        """d * byte, or d * nibble + m."""
+        """d * integer, or d * integer + m."""
         lane = row % GROUP_ROWS
         block_at = weights + row // GROUP_ROWS * n_blocks * block_bytes
         for block in range(n_blocks):
             for k in range(QUANT_BLOCK):
-                target = y + (block * QUANT_BLOCK + k) * FLOAT_BYTES
-                in_group = 4 * lane + k % 4
+                k_group = k // 4 % 4 if nibbles else k // 4
+                integer = load_byte(block_at + (k_group * GROUP_ROWS + lane) * 4 + k % 4)
                 if nibbles:
-                    byte = load_byte(block_at + k % 16 // 4 * 4 * GROUP_ROWS + in_group)
-                    nibble = byte & 15 if k < 16 else byte >> 4
-                    scales = block_at + QUANT_BLOCK // 2 * GROUP_ROWS
-                    d = load_half(scales + 2 * lane)
-                    m = load_half(scales + 2 * GROUP_ROWS + 2 * lane)
-                    store_float(target, d * np.float32(nibble) + m)
-                else:
-                    byte = load_byte(block_at + k // 4 * 4 * GROUP_ROWS + in_group)
-                    if byte > 127:
-                        byte -= 256
-                    d = load_half(block_at + QUANT_BLOCK * GROUP_ROWS + 2 * lane)
-                    store_float(target, d * np.float32(byte))
+                    integer = integer & 15 if k < QUANT_BLOCK // 2 else integer >> 4
+                if is_signed and integer > 127:
+                    integer -= 256
+                scale = k * n_scales // QUANT_BLOCK
+                value = _scale(scale_bytes, block_at + scales_at, scale, lane) * np.float32(integer)
+                if has_minimum:
+                    value = value + _scale(scale_bytes, block_at + scales_at, n_scales, lane)
+                store_float(y + (block * QUANT_BLOCK + k) * FLOAT_BYTES, value)
             block_at += block_bytes
 
     return unpack_row_of_kind
+
+
+@glue
+def _scale(scale_bytes: int, scales_at: int, index: int, lane: int) -> np.float32:
+    """The number of row ``lane`` in the ``index``-th row of numbers behind a block's integers."""
+    at = scales_at + (index * GROUP_ROWS + lane) * scale_bytes
+    return load_float(at) if scale_bytes == FLOAT_BYTES else load_half(at)

@@ -2,7 +2,8 @@
 
 Definition (docs/numerics.md, "linear"): an output element starts at +0 and takes, block by block of 32 k in order,
 ``acc = fma(float(dot) * s, d, acc)`` and, for weights with a minimum, ``acc = fma(m, s * sum, acc)``; dot is the exact
-integer dot product of the block. Every lane is one output, so the tile's shape cannot be seen in the result.
+integer dot product of the block. Weights with a d for each half of a block take the first line for each half. Every
+lane is one output, so the tile's shape cannot be seen in the result.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from dataclasses import dataclass
 from kvferry.engine.kernels import ir_tools as t
 from kvferry.engine.kernels.instruction_sets import InstructionSet
 from kvferry.engine.kernels.ir_tools import Builder, Value
-from kvferry.engine.kernels.layout import CACHE_LINE, QUANT_BLOCK, WEIGHTS_Q4, weight_block_bytes
+from kvferry.engine.kernels.layout import (
+    CACHE_LINE,
+    FLOAT_BYTES,
+    HALF_BYTES,
+    QUANT_BLOCK,
+    WEIGHT_FORMATS,
+    weight_block_bytes,
+)
 
 _K_GROUPS = QUANT_BLOCK // 4  # a dot instruction takes 4 consecutive k at a time
 
@@ -52,6 +60,7 @@ class LinearOperands:
 def build_linear_tile(builder: Builder, isa: InstructionSet, tile: LinearTile, operands: LinearOperands) -> None:
     lanes = isa.group_rows
     floats = t.float_vector(lanes)
+    form = WEIGHT_FORMATS[tile.kind]
     block_bytes = weight_block_bytes(tile.kind, lanes)
     groups, tokens = range(tile.n_groups), range(tile.n_tokens)
     sums = [[t.variable(builder, floats, t.constant(floats, 0.0), "sum") for _ in tokens] for _ in groups]
@@ -73,39 +82,64 @@ def build_linear_tile(builder: Builder, isa: InstructionSet, tile: LinearTile, o
             for group in weights:
                 for line in range(0, block_bytes, CACHE_LINE):
                     t.prefetch(builder, t.beyond(builder, group, tile.prefetch_bytes + line))
-        dots = _block_dots(builder, isa, tile, weights, values, sum_offsets)
-        for g in groups:
-            parameters = (QUANT_BLOCK // 2 if tile.kind == WEIGHTS_Q4 else QUANT_BLOCK) * lanes
-            d = _load_halves(builder, t.beyond(builder, weights[g], parameters), lanes)
-            m = None
-            if tile.kind == WEIGHTS_Q4:
-                m = _load_halves(builder, t.beyond(builder, weights[g], parameters + 2 * lanes), lanes)
-            for n in tokens:
-                dot = builder.sitofp(isa.dot.finish(builder, tile.kind, dots[g][n]), floats)
-                dot = builder.fmul(dot, t.load_splat(builder, scales[n], lanes))
-                total = t.fma(builder, dot, d, t.value_of(builder, sums[g][n]))
-                if m is not None:
-                    scaled_sum = t.load_splat(builder, t.beyond(builder, scales[n], 4), lanes)
-                    total = t.fma(builder, m, scaled_sum, total)
-                builder.store(total, sums[g][n])
+        for index in range(form.n_scales):
+            dots = _dots(builder, isa, tile, index, weights, values, sum_offsets)
+            for g in groups:
+                d, m = (_load_scales(builder, tile.kind, lanes, weights[g], i) for i in (index, form.n_scales))
+                for n in tokens:
+                    dot = builder.fmul(builder.sitofp(dots[g][n], floats), t.load_splat(builder, scales[n], lanes))
+                    total = t.fma(builder, dot, d, t.value_of(builder, sums[g][n]))
+                    if m is not None:
+                        scaled_sum = t.load_splat(builder, t.beyond(builder, scales[n], 4), lanes)
+                        total = t.fma(builder, m, scaled_sum, total)
+                    builder.store(total, sums[g][n])
 
     t.counted_loop(builder, operands.n_blocks, one_block, "block")
     _store_sums(builder, operands, sums)
 
 
-def _block_dots(
+def _dots(
     builder: Builder,
     isa: InstructionSet,
     tile: LinearTile,
+    index: int,
     weights: list[Value],
     values: list[Value],
     sum_offsets: list[Value],
 ) -> list[list[Value]]:
-    """The integer dot products of one block, [group][token]."""
+    """The integer dot products <R x i32> of the part of a block that has its scale number ``index``, [group][token]."""
+    k_groups = _K_GROUPS // WEIGHT_FORMATS[tile.kind].n_scales
+    steps = isa.dot.steps(tile.kind)
+    dots: list[list[Value]] = []
+    for first in range(index * k_groups, (index + 1) * k_groups, steps):
+        more = _few_dots(builder, isa, tile, range(first, first + steps), weights, values, sum_offsets)
+        if dots:
+            more = [
+                [builder.add(a, b) for a, b in zip(one, other, strict=True)]
+                for one, other in zip(dots, more, strict=True)
+            ]
+        dots = more
+    return dots
+
+
+def _few_dots(
+    builder: Builder,
+    isa: InstructionSet,
+    tile: LinearTile,
+    k_groups: range,
+    weights: list[Value],
+    values: list[Value],
+    sum_offsets: list[Value],
+) -> list[list[Value]]:
+    """Those of as many k-groups as one accumulator takes."""
     dot, kind, lanes = isa.dot, tile.kind, isa.group_rows
     vector_bytes = 4 * lanes
     bytes_type = t.vector(t.I8, vector_bytes)
-    totals = [[dot.start(builder, kind, sum_offsets[n]) for n in range(tile.n_tokens)] for _ in weights]
+    starts = [
+        dot.start(builder, kind, t.beyond(builder, value, 4 * k_groups.start), sum_offset)
+        for value, sum_offset in zip(values, sum_offsets, strict=True)
+    ]
+    totals = [list(starts) for _ in weights]
 
     def one_k_group(k_group: int, vectors: list[Value]) -> None:
         prepared = [dot.prepare(builder, kind, v) for v in vectors]
@@ -117,15 +151,18 @@ def _block_dots(
             for g in range(tile.n_groups):
                 totals[g] = [t.pin(builder, total, isa.pin_class) for total in totals[g]]
 
-    if kind == WEIGHTS_Q4:
+    def load(vector: int) -> list[Value]:
+        return [t.load(builder, bytes_type, t.beyond(builder, w, vector_bytes * vector), 1) for w in weights]
+
+    if WEIGHT_FORMATS[kind].nibbles:
         for j in range(_K_GROUPS // 2):
-            raw = [t.load(builder, bytes_type, t.beyond(builder, w, vector_bytes * j), 1) for w in weights]
+            raw = load(j)
             one_k_group(j, [builder.and_(r, t.constant(bytes_type, 15)) for r in raw])
             one_k_group(j + _K_GROUPS // 2, [builder.lshr(r, t.constant(bytes_type, 4)) for r in raw])
     else:
-        for j in range(_K_GROUPS):
-            one_k_group(j, [t.load(builder, bytes_type, t.beyond(builder, w, vector_bytes * j), 1) for w in weights])
-    return totals
+        for k_group in k_groups:
+            one_k_group(k_group, load(k_group))
+    return [[dot.finish(builder, kind, total) for total in row] for row in totals]
 
 
 def _store_sums(builder: Builder, operands: LinearOperands, sums: list[list[Value]]) -> None:
@@ -154,5 +191,12 @@ def _addresses(builder: Builder, first: Value, stride: Value, count: int) -> lis
     return addresses
 
 
-def _load_halves(builder: Builder, pointer: Value, lanes: int) -> Value:
-    return builder.fpext(t.load(builder, t.vector(t.F16, lanes), pointer, 2), t.float_vector(lanes))
+def _load_scales(builder: Builder, kind: int, lanes: int, block: Value, index: int) -> Value | None:
+    """Row number ``index`` of the numbers behind a block's integers, as floats: each d, then m, or None."""
+    form = WEIGHT_FORMATS[kind]
+    if index == form.n_scales and not form.has_minimum:
+        return None
+    pointer = t.beyond(builder, block, (form.integer_bytes + form.scale_bytes * index) * lanes)
+    if form.scale_bytes == FLOAT_BYTES:
+        return t.load(builder, t.float_vector(lanes), pointer)
+    return builder.fpext(t.load(builder, t.vector(t.F16, lanes), pointer, HALF_BYTES), t.float_vector(lanes))

@@ -11,9 +11,9 @@ import numba
 import numpy as np
 from numba import types
 
-from kvferry.engine.kernels import forward, packing, records, sync, vision
+from kvferry.engine.kernels import forward, packing, packing_stored, records, sync, vision
 from kvferry.engine.kernels.compile_cache import compile_cache
-from kvferry.engine.kernels.layout import WEIGHT_KINDS
+from kvferry.engine.kernels.layout import WEIGHT_FORMATS
 from kvferry.engine.kernels.linear import kernels_of
 
 _INT: Final = types.int64
@@ -24,26 +24,27 @@ def compile_all() -> None:
     typeof: Any = numba.typeof
     record_types = [typeof(np.zeros(1, r)) for r in (records.MODEL, records.LAYER, records.WORKSPACE, records.STEP)]
     forward.run_steps.compile((*record_types, _INT, _INT, _INT))
-    for kind in WEIGHT_KINDS:
-        kernels_of(kind)
     sync.prepare_control.compile((_INT, _INT))
     sync.free_slot.compile((_INT, _INT))
     sync.announce_step.compile((_INT, _INT, _INT))
-    source = types.Array(types.uint8, 2, "C", readonly=True)
-    rows = types.Array(types.int64, 1, "C")
-    packed = types.Array(types.uint8, 3, "C")
-    packing.pack_q4_1.compile((source, rows, packed))
-    packing.pack_q8_0.compile((source, rows, packed))
+    for kind in WEIGHT_FORMATS:
+        kernels_of(kind)
+    for pack in (
+        packing_stored.pack_q4_1, packing_stored.pack_q8_0, packing_stored.pack_q5_0, packing_stored.pack_q5_1,
+        packing_stored.pack_q4_k, packing_stored.pack_q5_k, packing_stored.pack_q6_k,
+    ):  # fmt: skip
+        pack.compile((_INT,) * 4)
+    packing_stored.pack_q4_0.compile((_INT,) * 5)
     vision.quantise_rows.compile((_INT,) * 4)
     vision.layer_norm_rows.compile((_INT, _INT, _INT, _INT, _INT, types.float32, _INT))
     vision.gelu_rows.compile((_INT,) * 4)
     vision.linear_units.compile((_INT,) * 12)
     vision.attend_head.compile((_INT,) * 7)
+    packed = types.Array(types.uint8, 3, "C")
     floats, scales, bits = (types.Array(kind, 2, "C") for kind in (types.float32, types.float32, types.uint16))
     packing.block_extremes.compile((floats, scales, scales))
     packing.pack_floats_q8.compile((floats, scales, bits, packed))
     packing.pack_floats_q4.compile((floats, scales, scales, bits, bits, packed))
-    packing.pack_q4_0.compile((source, types.Array(types.uint8, 2, "C"), rows, packed))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.engine.kernels import emit
 from kvferry.engine.kernels.instruction_sets import INSTRUCTION_SETS
-from kvferry.engine.kernels.layout import WEIGHTS_Q4, WEIGHTS_Q8
+from kvferry.engine.kernels.layout import WEIGHT_FORMATS, WEIGHTS_Q6
 
 DOT = {"avx512vnni": "vpdpbusd", "avxvnni": "vpdpbusd", "avx2": "vpmaddubsw", "neon-dotprod": "sdot"}
 # In one block, 8 dot steps for each token and weight group; sdot does half a group of 8 rows.
@@ -22,7 +22,7 @@ STEPS = {"avx512vnni": 8, "avxvnni": 8, "avx2": 8, "neon-dotprod": 16}
 def tiles(path: str) -> list[tuple[int, int, int]]:
     isa = INSTRUCTION_SETS[path]
     shapes = [(isa.linear_tokens, isa.linear_groups), (2, isa.linear_groups), (1, 4)]
-    return [(kind, *shape) for kind in (WEIGHTS_Q4, WEIGHTS_Q8) for shape in shapes]
+    return [(kind, *shape) for kind in WEIGHT_FORMATS for shape in shapes]
 
 
 def inner_loop(assembly: str) -> str:
@@ -45,16 +45,19 @@ def inner_loop(assembly: str) -> str:
 def test_a_linear_tile(path: str, shape: tuple[int, int, int]) -> None:
     kind, tokens, groups = shape
     loop = inner_loop(emit.assembly(path, emit.linear_kernel(kind, tokens, groups)))
-    assert len(re.findall(rf"\b{DOT[path]}\b", loop)) == STEPS[path] * tokens * groups
-    # One fma for the scale and, for q4, one for the minimum, per token and group and register of floats.
-    isa = INSTRUCTION_SETS[path]
+    isa, form = INSTRUCTION_SETS[path], WEIGHT_FORMATS[kind]
+    # vpdpbusd takes unsigned weights; what q6 adds to its own is taken off by the sums of half blocks, per token.
+    more = STEPS[path] * tokens if kind == WEIGHTS_Q6 and DOT[path] == "vpdpbusd" else 0
+    assert len(re.findall(rf"\b{DOT[path]}\b", loop)) == STEPS[path] * tokens * groups + more
+    # One fma for each scale and one for the minimum, per token and group and register of floats.
     registers = isa.group_rows // isa.float_lanes
     fused = re.findall(r"\b(?:vfn?m(?:add|sub)\d+ps|fml[as])\b", loop)
-    assert len(fused) == (2 if kind == WEIGHTS_Q4 else 1) * tokens * groups * registers
-    # With 16 registers (or 32 of half the width) a large tile's float sums rest on the stack while the block's integers
-    # are added up: once per block each, never in between.
-    sums = tokens * groups * registers
-    assert vector_spills(loop) <= (sums + 2 if tokens == isa.linear_tokens or path == "avxvnni" else 0)
+    assert len(fused) == (form.n_scales + form.has_minimum) * tokens * groups * registers
+    # With 16 registers (or 32 of half the width) a large tile's float sums rest on the stack while a block's integers
+    # are added up: once per accumulation each, never in between. A block of q5 or q6 may take two.
+    sums, accumulations = tokens * groups * registers, 8 // isa.dot.steps(kind)
+    rests = tokens == isa.linear_tokens or path == "avxvnni"
+    assert vector_spills(loop) <= (accumulations * (sums + 2) if rests else 3 * (accumulations - 1))
 
 
 @pytest.mark.parametrize("path", DOT)

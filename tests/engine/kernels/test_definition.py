@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, quants
 from numba import njit
 from numpy.typing import NDArray
 
@@ -16,17 +19,20 @@ from kvferry.engine.kernels.attention_ir import RESCALE_LANES
 from kvferry.engine.kernels.experts import route
 from kvferry.engine.kernels.layout import (
     QUANT_BLOCK,
-    WEIGHTS_Q4,
-    WEIGHTS_Q8,
     activation_row_bytes,
     weight_block_bytes,
 )
 from kvferry.engine.kernels.linear import GROUP_ROWS, UNIT_ROWS, kernels_of, linear, unpack_row
 from kvferry.engine.memory import aligned_empty
 from kvferry.engine.packing import pack_rows
+from kvferry.engine.packing_kinds import STORED_KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerformanceWarning")
-KINDS = {"q4_1": WEIGHTS_Q4, "q4_0": WEIGHTS_Q4, "q8_0": WEIGHTS_Q8}
+
+spec = importlib.util.spec_from_file_location("gguf_blocks", Path(__file__).parents[1] / "gguf_blocks.py")
+blocks = importlib.util.module_from_spec(spec)
+sys.modules["gguf_blocks"] = blocks
+spec.loader.exec_module(blocks)
 
 
 @njit
@@ -107,65 +113,60 @@ def quantised(x: NDArray[np.float32]) -> ActivationRows:
     return rows
 
 
-def weights(kind: str, n_rows: int, n_cols: int, seed: int = 1) -> tuple[StoredRows, NDArray, NDArray, NDArray | None]:
-    """A random tensor with its integers, scales and minima."""
-    x = np.random.default_rng(seed).standard_normal((n_rows, n_cols)).astype(np.float32)
-    data = quants.quantize(x, GGMLQuantizationType[kind.upper()]).view(np.uint8).reshape(n_rows, -1)
-    blocks = data.reshape(n_rows, n_cols // 32, -1)
-    d = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
-    if kind == "q8_0":
-        return StoredRows((n_rows, n_cols), kind, data), blocks[..., 2:].view(np.int8).reshape(n_rows, -1), d, None
-    head = 4 if kind == "q4_1" else 2
-    q = np.concatenate([blocks[..., head:] & 15, blocks[..., head:] >> 4], axis=-1).reshape(n_rows, -1)
-    m = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0].astype(np.float32) if head == 4 else -8 * d
-    return StoredRows((n_rows, n_cols), kind, data), q, d, m
+def weights(kind: str, n_rows: int, n_cols: int) -> StoredRows:
+    return StoredRows((n_rows, n_cols), kind, blocks.random_rows(kind, n_rows, n_cols))
 
 
 def packed(tensor: StoredRows) -> NDArray[np.uint8]:
     n_rows, n_cols = tensor.shape
+    kind = STORED_KINDS[tensor.kind].packed_as
     n_groups = -(-n_rows // UNIT_ROWS) * UNIT_ROWS // GROUP_ROWS
-    shape = (n_groups, n_cols // 32, weight_block_bytes(KINDS[tensor.kind], GROUP_ROWS))
+    shape = (n_groups, n_cols // 32, weight_block_bytes(kind, GROUP_ROWS))
     out = aligned_empty(int(np.prod(shape))).reshape(shape)
-    pack_rows(tensor, 0, tensor.shape[0], out, KINDS[tensor.kind], as_stored=True)
+    pack_rows(tensor, 0, n_rows, out, kind, as_stored=True)
     return out
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STORED_KINDS)
 @pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 6, 7, 9, 13])
 def test_a_linear_layer(kind: str, n_tokens: int) -> None:
-    tensor, q, d, m = weights(kind, 160, 192)
-    x = np.random.default_rng(n_tokens).standard_normal((n_tokens, 192)).astype(np.float32)
+    tensor = weights(kind, 160, 512)
+    x = np.random.default_rng(n_tokens).standard_normal((n_tokens, 512)).astype(np.float32)
     x[0, 64:96] = 0  # a block of zeros has scale 0
     rows, w = quantised(x), packed(tensor)
     y = np.full((n_tokens, 160), 7, np.float32)
-    args = (kernels_of(KINDS[kind]), address(w), 6, 0, 5, rows.row(0), rows.stride, n_tokens, address(y), 160 * 4)
+    kernels = kernels_of(STORED_KINDS[kind].packed_as)
+    args = (kernels, address(w), 16, 0, 5, rows.row(0), rows.stride, n_tokens, address(y), 160 * 4)
     linear(*args, 0)
-    expected = definition.linear(x, q, d, m)
+    expected = definition.linear(x, *blocks.parts(kind, tensor.data))
     assert same_bits(y, expected)
     linear(*args, 1)
     assert same_bits(y, expected + expected)
 
 
-def test_extreme_integers_stay_exact() -> None:
-    n = 64
-    data = np.zeros((32, n // 32, 34), np.uint8)
-    data[..., :2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
-    data[..., 2:] = np.int8(-128).view(np.uint8)
-    tensor = StoredRows((32, n), "q8_0", data.reshape(32, -1))
-    x = np.full((1, n), 127, np.float32)
-    rows, w, y = quantised(x), packed(tensor), np.empty((1, 32), np.float32)
-    linear(kernels_of(WEIGHTS_Q8), address(w), 2, 0, 1, rows.row(0), rows.stride, 1, address(y), 128, 0)
-    assert np.all(y == -128 * 127 * n)
+@pytest.mark.parametrize("fill", [0x00, 0x80, 0xFF])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("kind", STORED_KINDS)
+def test_extreme_integers_stay_exact(kind: str, sign: int, fill: int) -> None:
+    """Every weight the largest or the smallest of its kind, every activation as large as they come."""
+    rows = blocks.filled_rows(kind, 32, 256, fill)
+    x = np.full((5, 256), 127 * sign, np.float32)
+    y, activations, w = np.empty((5, 32), np.float32), quantised(x), packed(StoredRows((32, 256), kind, rows))
+    kernels = kernels_of(STORED_KINDS[kind].packed_as)
+    linear(kernels, address(w), 8, 0, 1, activations.row(0), activations.stride, 5, address(y), 128, 0)
+    assert same_bits(y, definition.linear(x, *blocks.parts(kind, rows)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_embedding_row(kind: str) -> None:
-    tensor, q, d, m = weights(kind, 96, 64)
-    w, y = packed(tensor), np.empty(64, np.float32)
-    for row in (0, 17, 95):
-        unpack_row(kernels_of(KINDS[kind]), address(w), 2, row, address(y))
-        expected = np.repeat(d[row], 32) * q[row].astype(np.float32)
-        assert same_bits(y, expected if m is None else expected + np.repeat(m[row], 32))
+@pytest.mark.parametrize("kind", STORED_KINDS)
+def test_packed_weights_are_what_the_format_s_library_reads(kind: str) -> None:
+    """Element for element and to the bit: nothing is lost. An embedding row is read so."""
+    tensor = weights(kind, 96, 512)
+    w, y = packed(tensor), np.empty((96, 512), np.float32)
+    for row in range(96):
+        unpack_row(kernels_of(STORED_KINDS[kind].packed_as), address(w), 16, row, address(y[row]))
+    expected = blocks.elements(kind, tensor.data)
+    # q4_0's m is -8 * d: element 8 is d * 8 + m, a zero of the other sign where d is negative
+    assert same_bits(y + np.float32(0), expected + np.float32(0))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e15])
