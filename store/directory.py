@@ -112,6 +112,18 @@ class StoreDirectory:
         temp_bytes += sum(entry.n_bytes for entry in self.quarantined())
         return Survey(tuple(snapshots), tuple(self._trashed()), temp_bytes, n_temps)
 
+    def neighbours(self) -> dict[str, StoreDirectory]:
+        """The other models' folders in the same store, by name."""
+        root = self.path.parent
+        found = {}
+        for name in self._names(root):
+            if name == self.path.name or not names.is_fingerprint(name):
+                continue
+            status = self._status(root / name)
+            if status is not None and stat.S_ISDIR(status.st_mode):
+                found[name] = StoreDirectory(self.fs, root, name, self.node_id, self._unique)
+        return found
+
     def free_bytes(self) -> int:
         """Bytes the disk still takes."""
         with os_errors_mapped("measure", self.path):

@@ -7,12 +7,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from kvferry.store.catalog import Catalog
 from kvferry.store.directory import NS_PER_S, StoreDirectory
 from kvferry.store.errors import SnapshotGone, StoreFull
-from kvferry.store.space import Budget, RoomPlan, plan_room
+from kvferry.store.space import Budget, RoomPlan, Survey, plan_room
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Evictor:
         for _ in range(_MAX_PLANS):
             with self._lock:
                 protected = set(self._pins)
-            survey = self._directory.survey(now_ns)
+            survey = self._survey(now_ns)
             standing = self._catalog.standing()
             plan = plan_room(survey, self.budget, shortage_bytes, protected, now_ns - self._trash_grace_ns, standing)
             if plan is None:
@@ -80,6 +81,23 @@ class Evictor:
             op="make room",
             path=wanted_for,
         )
+
+    def _survey(self, now_ns: int) -> Survey:
+        """The whole store: this model's folder, and its neighbours' entries as FOLDER/NAME.
+
+        Those have no standing: of a neighbour's chain a parent may go first, and what continued it is then an orphan of
+        the same age, which goes next.
+        """
+        own = self._directory.survey(now_ns)
+        snapshots, trash = list(own.snapshots), list(own.trash)
+        temp_bytes, n_temps = own.temp_bytes, own.n_temps
+        for folder, neighbour in self._directory.neighbours().items():
+            there = neighbour.survey(now_ns)
+            snapshots += [replace(entry, name=f"{folder}/{entry.name}") for entry in there.snapshots]
+            trash += [replace(entry, name=f"{folder}/{entry.name}") for entry in there.trash]
+            temp_bytes += there.temp_bytes
+            n_temps += there.n_temps
+        return Survey(tuple(snapshots), tuple(trash), temp_bytes, n_temps)
 
     def _why_no_room(self, shortage_bytes: int, *, by_quota: bool) -> str:
         """Whose limit it is: the disk's, a quota's, or the store's own."""
@@ -120,10 +138,21 @@ class Evictor:
 
     def _carry_out(self, plan: RoomPlan) -> list[str]:
         """Removes what the plan says but for what has been pinned since; returns the snapshots that went."""
+        neighbours = self._directory.neighbours() if any("/" in name for name in (*plan.purge, *plan.evict)) else {}
         for name in plan.purge:
-            self._directory.purge(name)
+            folder, _, own_name = name.rpartition("/")
+            if not folder:
+                self._directory.purge(name)
+            elif folder in neighbours:
+                neighbours[folder].purge(own_name)
         gone = []
         for name in plan.evict:
+            folder, _, own_name = name.rpartition("/")
+            if folder:
+                if folder in neighbours:
+                    _take_away(neighbours[folder], own_name, at_once=name in plan.delete)
+                gone.append(name)
+                continue
             with self._lock:
                 if name in self._pins:
                     continue
@@ -140,8 +169,12 @@ class Evictor:
 
     def _remove(self, name: str, *, at_once: bool) -> None:
         self._catalog.forget(name)
-        if at_once:
-            self._directory.delete(name)
-        else:
-            self._directory.throw_away(name)
-        _log.info("evicted %s, of least worth", self._directory.file(name))
+        _take_away(self._directory, name, at_once=at_once)
+
+
+def _take_away(directory: StoreDirectory, name: str, *, at_once: bool) -> None:
+    if at_once:
+        directory.delete(name)
+    else:
+        directory.throw_away(name)
+    _log.info("evicted %s, of least worth", directory.file(name))

@@ -55,6 +55,11 @@ def is_segment(name: str) -> bool:
     return _SEGMENT.fullmatch(name) is not None
 
 
+def is_fingerprint(name: str) -> bool:
+    """Whether a directory entry of the root is named as a model's folder."""
+    return _FINGERPRINT.fullmatch(name) is not None
+
+
 def is_trashed(name: str) -> bool:
     """Whether an entry of the trash folder is named as an evicted snapshot."""
     return _TRASHED.fullmatch(name) is not None

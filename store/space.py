@@ -1,6 +1,6 @@
-"""Deciding what has to go so that a snapshot fits. Pure: what lies in the directory comes in, what to remove goes out.
+"""Deciding what has to go so that a snapshot fits. Pure: what lies in the store comes in, what to remove goes out.
 
-The byte budget holds for everything in the directory at once: snapshots, the reservations of files being written (by
+The byte budget holds for everything in the store at once: snapshots, the reservations of files being written (by
 any node: the size is part of a temp file's name), and trash. The trash's grace period is a courtesy to readers on
 other hosts; the budget is a promise, so under pressure trash goes first, whatever its age, and snapshots evicted for
 their bytes are not kept as trash.
@@ -61,7 +61,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a store directory may hold."""
+    """What a store may hold: all models' folders together."""
 
     max_bytes: int
     max_files: int

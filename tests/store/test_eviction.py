@@ -370,3 +370,35 @@ def test_a_read_only_store_never_writes(make_store, tmp_path: Path, tiny) -> Non
     missing = SnapshotStore.index_only(tmp_path / "nowhere", "feed", tiny, 1024)
     assert missing.refresh().n_known == 0
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_the_budget_is_the_whole_stores_whatever_model_the_bytes_are_of(make_store, tiny) -> None:
+    n_bytes = vlkv.file_bytes(tiny, N)
+    left_over = make_store("node-1", fingerprint="feed", max_bytes=1 << 30)
+    of_old_build = [_publish(left_over, number, used_at_s=100 + number) for number in range(3)]
+    store = make_store(max_bytes=3 * n_bytes)
+    mine = [_publish(store, number) for number in range(2)]
+    assert _names(store) == set(mine)
+    assert _names(left_over) == {of_old_build[2]}
+    assert _bytes_in(store.path.parent) <= 3 * n_bytes
+
+
+def test_a_neighbours_trash_goes_before_anything_in_use(make_store, tiny) -> None:
+    n_bytes = vlkv.file_bytes(tiny, N)
+    neighbour = make_store("node-1", fingerprint="feed", max_files=1)
+    _publish(neighbour, 0)
+    kept = _publish(neighbour, 1)  # the first is in the trash now
+    store = make_store(max_bytes=2 * n_bytes)
+    mine = _publish(store, 0)
+    assert (_names(store), _names(neighbour)) == ({mine}, {kept})
+    assert not list((neighbour.path / "trash").iterdir())
+
+
+def test_what_else_lies_in_the_root_is_nobodys_to_count_or_to_remove(make_store, tiny, tmp_path: Path) -> None:
+    for name in ("lost+found", "Backups", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(bytes(1 << 20))
+    store = make_store(max_bytes=vlkv.file_bytes(tiny, N))
+    mine = _publish(store, 0)
+    assert _names(store) == {mine}
+    assert all((tmp_path / name / "file").exists() for name in ("lost+found", "Backups", "notes"))

@@ -128,15 +128,16 @@ def test_a_refused_file_under_the_name_stays_and_is_reported(make_store, make_ro
 @pytest.mark.parametrize("call", [call for call in CALLS if call not in {"open_read", "preadv"}])
 @pytest.mark.parametrize("error", ERRNOS)
 def test_injected_errno_at_every_call_of_publish_fails_the_save_cleanly_or_not_at_all(
-    call: str, error: str, make_store, make_rows, tiny
+    call: str, error: str, make_store, make_rows, tiny, tmp_path: Path
 ) -> None:
     """For the n-th occurrence of the call, each n: a typed error or success; afterwards the name has all of the
     snapshot, or nothing."""
-    make_store("other", fingerprint="never").reap()
     n_occurrences = 0
     while True:
         fault = Fault(call, getattr(errno, error), skip=n_occurrences)
-        store = make_store(fs=FaultyFileSystem(fault), fingerprint=f"at-{n_occurrences}")
+        root = tmp_path / f"at-{n_occurrences}"  # neighbours in one store are looked at as well
+        make_store("other", root=root, fingerprint="never").reap()
+        store = make_store(fs=FaultyFileSystem(fault), root=root)
         failure: StoreError | None = None
         try:
             store.publish(IDS, make_rows(tiny, 40))
