@@ -50,6 +50,11 @@ class Chunk:
     sight: Sight | None = None
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it is one token that gets logits, and nothing else."""
+        return len(self.token_ids) == 1 and self.logits != "none" and self.sight is None
+
+    @property
     def n_logit_rows(self) -> int:
         return {"none": 0, "last": 1, "all": len(self.token_ids)}[self.logits]
 
@@ -73,7 +78,8 @@ class _Rows:
     """Arrays that one STEP record points into, each with room for ``n`` rows."""
 
     def __init__(self, record: NDArray[Any], n: int) -> None:
-        self.record = record
+        # A step's numbers are set all at once: Python code between two steps keeps every thread waiting.
+        self.numbers: Final = record.view(np.int64)[: records.N_STEP_NUMBERS]
         self.tokens, self.from_rows, self.positions = (np.zeros(n, np.int32) for _ in range(3))
         self.rope_rows, self.given, self.deepstack, self.tables = (np.zeros(n, np.int64) for _ in range(4))
         self.tile_starts: NDArray[np.int32] = np.zeros(n + 1, np.int32)
@@ -89,13 +95,10 @@ class _Rows:
         }
         for field, array in arrays.items():
             record[field] = array.ctypes.data
+        self.has_given = False
 
     def set_tiles(self, tile_starts: list[int], n_rows: int) -> None:
-        n_tiles = len(tile_starts)
-        self.tile_starts[:n_tiles] = tile_starts
-        self.tile_starts[n_tiles] = n_rows
-        self.record["n_tiles"] = n_tiles
-        self.record["n_rows"] = n_rows
+        self.tile_starts[: len(tile_starts) + 1] = [*tile_starts, n_rows]
 
     def copy_of(self, others: _Rows, which: NDArray[np.int32]) -> None:
         n = len(which)
@@ -111,6 +114,7 @@ class StepSlots:
         self._config = config
         self._rope = rope
         self._rope_at: Final = int(rope.ctypes.data)
+        self._rope_stride: Final = rope.strides[0]
         self._tile_tokens: Final = tile_tokens(config.n_heads // config.n_kv_heads)
         self.records: Final[NDArray[Any]] = np.zeros(2 * n_slots, records.STEP)
         self._rows = [_Rows(self.records[i : i + 1], max_rows) for i in range(2 * n_slots)]
@@ -122,80 +126,95 @@ class StepSlots:
     def fill(self, slot: int, chunks: Sequence[Chunk], start: int, stop: int, logits_at: int) -> int:
         """Describe rows [start, stop) of the chunks in a line; returns how many get logits, from ``logits_at`` on."""
         rows, going_on = self._rows[2 * slot : 2 * slot + 2]
-        n_rows = stop - start
-        kept: list[Any] = []
-        tile_starts: list[int] = []
-        seen: list[_Piece] = []
-        going: list[range] = []
-        for piece in _pieces(chunks, start, stop):
-            chunk, row, n = piece.chunk, piece.row, piece.end - piece.begin
-            table = chunk.sequence.block_table
-            kept.append(table)
-            position = chunk.sequence.n_rows + piece.begin
-            if n == 1:
-                rows.tokens[row] = chunk.token_ids[piece.begin]
-                rows.positions[row] = position
-                rows.tables[row] = table.ctypes.data
-                tile_starts.append(row)
-            else:
-                rows.tokens[row : row + n] = chunk.token_ids[piece.begin : piece.end]
-                rows.positions[row : row + n] = np.arange(position, position + n)
-                rows.tables[row : row + n] = table.ctypes.data
-                tile_starts.extend(range(row, row + n, self._tile_tokens))
-            going.append(range(row + n - piece.n_logit_rows, row + n))
-            if chunk.sight is not None:
-                seen.append(piece)
-        np.multiply(rows.positions[:n_rows], self._rope.strides[0], out=rows.rope_rows[:n_rows])
-        rows.rope_rows[:n_rows] += self._rope_at
-        rows.set_tiles(tile_starts, n_rows)
-        self._look(rows, seen, kept)
-        n_going = sum(map(len, going))
-        if n_going < n_rows:
-            going_on.copy_of(rows, np.array([row for part in going for row in part], np.int32))
-            going_on.record["n_deepstack"] = rows.record["n_deepstack"]
-        self._set_going(going_on, going, n_going)
-        rows.record["logits_at"] = going_on.record["logits_at"] = logits_at
-        self._kept[slot] = kept
+        n_rows, n_deepstack = stop - start, 0
+        if rows.has_given:
+            rows.given[:] = rows.deepstack[:] = 0
+            rows.has_given = False
+        if n_rows == len(chunks) and all(chunk.is_decode for chunk in chunks):
+            self._kept[slot] = self._fill_decodes(rows, chunks)
+            n_tiles = n_going = n_rows
+            going_on.numbers[0] = n_going
+        else:
+            pieces = list(_pieces(chunks, start, stop))
+            kept: list[Any] = []
+            self._kept[slot] = kept
+            n_tiles = self._fill_pieces(rows, pieces, kept)
+            for piece in pieces:
+                if piece.chunk.sight is not None:
+                    n_deepstack = max(n_deepstack, self._look(rows, piece, piece.chunk.sight, kept))
+            n_going, n_going_tiles = self._fill_going_on(going_on, rows, pieces)
+            going_on.numbers[:] = n_going, n_going_tiles, n_deepstack, logits_at
+        rows.numbers[:] = n_rows, n_tiles, n_deepstack, logits_at
         self.phases[slot] = 0
         return n_going
 
     def fill_with_nothing(self, slot: int) -> None:
         """Describe the step without rows that ends the worker threads."""
-        self.records["n_rows"][2 * slot] = 0
+        self._rows[2 * slot].numbers[0] = 0
 
-    def _set_going(self, going_on: _Rows, going: list[range], n_going: int) -> None:
+    def _fill_decodes(self, rows: _Rows, chunks: Sequence[Chunk]) -> list[Any]:
+        """One token of each sequence, all with logits: what most steps are. Returns what addresses point into."""
+        n = len(chunks)
+        sequences = [chunk.sequence for chunk in chunks]
+        positions = [sequence.n_rows for sequence in sequences]
+        tables = [sequence.block_table for sequence in sequences]
+        rows.tokens[:n] = [chunk.token_ids[0] for chunk in chunks]
+        rows.positions[:n] = positions
+        rows.rope_rows[:n] = [self._rope_at + position * self._rope_stride for position in positions]
+        rows.tables[:n] = [table.ctypes.data for table in tables]
+        rows.tile_starts[: n + 1] = range(n + 1)
+        return tables
+
+    def _fill_pieces(self, rows: _Rows, pieces: Sequence[_Piece], kept: list[Any]) -> int:
+        """Returns how many tiles attention has."""
         tile_starts: list[int] = []
-        row = 0
-        for part in going:
-            tile_starts.extend(range(row, row + len(part), self._tile_tokens))
-            row += len(part)
-        going_on.set_tiles(tile_starts, n_going)
-
-    def _look(self, rows: _Rows, pieces: list[_Piece], kept: list[Any]) -> None:
-        """Enter what rows of sequences with images have beside their tokens."""
-        if not pieces and not rows.given.any():
-            rows.record["n_deepstack"] = 0
-            return
-        rows.given[:] = 0
-        rows.deepstack[:] = 0
-        n_deepstack = 0
+        n_rows = 0
         for piece in pieces:
-            sight = piece.chunk.sight
-            if sight is None:
-                continue
-            n, first = piece.end - piece.begin, piece.row
-            positions = sight.positions[:, piece.begin : piece.end]
-            turned = mrope_rows(self._rope, positions, self._config.mrope_section or (0, 0, 0))
-            embeds, deepstack = np.ascontiguousarray(sight.embeds), np.ascontiguousarray(sight.deepstack)
-            kept += [turned, embeds, deepstack]
-            rows.rope_rows[first : first + n] = turned.ctypes.data + np.arange(n) * turned.strides[0]
-            images = np.flatnonzero((sight.image_rows >= piece.begin) & (sight.image_rows < piece.end))
-            at = first + sight.image_rows[images] - piece.begin
-            rows.given[at] = embeds.ctypes.data + images * embeds.strides[0]
-            if len(images) and deepstack.shape[1]:
-                rows.deepstack[at] = deepstack.ctypes.data + images * deepstack.strides[0]
-                n_deepstack = deepstack.shape[1]
-        rows.record["n_deepstack"] = n_deepstack
+            part = slice(piece.row, piece.row + piece.end - piece.begin)
+            table = piece.chunk.sequence.block_table
+            kept.append(table)
+            position = piece.chunk.sequence.n_rows + piece.begin
+            rows.tokens[part] = piece.chunk.token_ids[piece.begin : piece.end]
+            rows.positions[part] = range(position, position + part.stop - part.start)
+            rows.tables[part] = table.ctypes.data
+            tile_starts.extend(range(part.start, part.stop, self._tile_tokens))
+            n_rows = part.stop
+        rows.rope_rows[:n_rows] = rows.positions[:n_rows]
+        rows.rope_rows[:n_rows] *= self._rope_stride
+        rows.rope_rows[:n_rows] += self._rope_at
+        rows.set_tiles(tile_starts, n_rows)
+        return len(tile_starts)
+
+    def _fill_going_on(self, going_on: _Rows, rows: _Rows, pieces: Sequence[_Piece]) -> tuple[int, int]:
+        """The rows with logits, unless all have some. Returns how many, and how many tiles."""
+        parts = [range(p.row + p.end - p.begin - p.n_logit_rows, p.row + p.end - p.begin) for p in pieces]
+        tile_starts: list[int] = []
+        n_going = 0
+        for part in parts:
+            tile_starts.extend(range(n_going, n_going + len(part), self._tile_tokens))
+            n_going += len(part)
+        going_on.set_tiles(tile_starts, n_going)
+        if n_going < sum(piece.end - piece.begin for piece in pieces):
+            going_on.copy_of(rows, np.array([row for part in parts for row in part], np.int32))
+        return n_going, len(tile_starts)
+
+    def _look(self, rows: _Rows, piece: _Piece, sight: Sight, kept: list[Any]) -> int:
+        """Enter what rows of a sequence with images have beside their tokens; returns for how many layers."""
+        n, first = piece.end - piece.begin, piece.row
+        positions = sight.positions[:, piece.begin : piece.end]
+        turned = mrope_rows(self._rope, positions, self._config.mrope_section or (0, 0, 0))
+        embeds, deepstack = np.ascontiguousarray(sight.embeds), np.ascontiguousarray(sight.deepstack)
+        kept += [turned, embeds, deepstack]
+        rows.rope_rows[first : first + n] = turned.ctypes.data + np.arange(n) * turned.strides[0]
+        images = np.flatnonzero((sight.image_rows >= piece.begin) & (sight.image_rows < piece.end))
+        if not len(images):
+            return 0
+        rows.has_given = True
+        at = first + sight.image_rows[images] - piece.begin
+        rows.given[at] = embeds.ctypes.data + images * embeds.strides[0]
+        if deepstack.shape[1]:
+            rows.deepstack[at] = deepstack.ctypes.data + images * deepstack.strides[0]
+        return int(deepstack.shape[1])
 
 
 def _pieces(chunks: Sequence[Chunk], start: int, stop: int) -> Iterator[_Piece]:

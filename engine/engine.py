@@ -113,15 +113,16 @@ class Engine:
         ContextExceeded, InvalidTokens or OutOfKvMemory before anything is computed; no sequence has changed then.
         """
         self._check(chunks)
-        missing = sum(c.sequence.n_missing_blocks(c.sequence.n_rows + len(c.token_ids)) for c in chunks)
-        if missing > self.pool.n_free_blocks:
-            raise OutOfKvMemory(
-                f"the batch needs {missing} KV blocks and {self.pool.n_free_blocks} of {self.pool.n_blocks} are free; "
-                "release a sequence or give the engine more KV memory"
-            )
-        for chunk in chunks:
-            chunk.sequence.reserve(chunk.sequence.n_rows + len(chunk.token_ids))
-        n_rows = sum(len(chunk.token_ids) for chunk in chunks)
+        missing = sum([c.sequence.n_missing_blocks(c.sequence.n_rows + len(c.token_ids)) for c in chunks])
+        if missing:
+            if missing > self.pool.n_free_blocks:
+                raise OutOfKvMemory(
+                    f"the batch needs {missing} KV blocks and {self.pool.n_free_blocks} of {self.pool.n_blocks} are "
+                    "free; release a sequence or give the engine more KV memory"
+                )
+            for chunk in chunks:
+                chunk.sequence.reserve(chunk.sequence.n_rows + len(chunk.token_ids))
+        n_rows = sum([len(chunk.token_ids) for chunk in chunks])
         counts = [chunk.n_logit_rows for chunk in chunks]
         logits = np.empty((sum(counts), -(-self.config.vocab_size // UNIT_ROWS) * UNIT_ROWS), np.float32)
         n_done = 0
@@ -160,10 +161,9 @@ class Engine:
             tokens = chunk.token_ids
             if tokens.ndim != 1 or len(tokens) == 0:
                 raise InvalidTokens(f"a chunk holds at least one token, in one dimension; got shape {tokens.shape}")
-            if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-                raise InvalidTokens(
-                    f"token ids lie in 0 .. {self.config.vocab_size - 1}; got {tokens.min()} .. {tokens.max()}"
-                )
+            least, most = (tokens[0], tokens[0]) if len(tokens) == 1 else (tokens.min(), tokens.max())
+            if least < 0 or most >= self.config.vocab_size:
+                raise InvalidTokens(f"token ids lie in 0 .. {self.config.vocab_size - 1}; got {least} .. {most}")
             n_rows = chunk.sequence.n_rows + len(tokens)
             if n_rows > self.context_length:
                 raise ContextExceeded(f"{n_rows} tokens are more than the context of {self.context_length} holds")

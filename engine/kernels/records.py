@@ -88,20 +88,22 @@ WORKSPACE: Final = np.dtype(
     ]
 )
 
+N_STEP_NUMBERS: Final = 4
 # Two for each slot: all rows of a step, and those that go on behind the last layer's K and V because they get logits.
 STEP: Final = np.dtype(
     [
+        # The first N_STEP_NUMBERS change from step to step, the addresses behind them do not.
         ("n_rows", np.int64),
+        ("n_tiles", np.int64),
+        ("n_deepstack", np.int64),  # after so many first layers something is added to some rows
+        ("logits_at", np.int64),  # float32 [n_rows, vocab] of rows that go on
         ("tokens_at", np.int64),  # int32 [n_rows]
         ("from_rows_at", np.int64),  # int32 [n_rows]: of rows that go on: which of all they are, ascending
         ("positions_at", np.int64),  # int32 [n_rows]
         ("rope_rows_at", np.int64),  # int64 [n_rows]: address of the row's float32 [2, head_dim / 2], cosines and sines
         ("given_rows_at", np.int64),  # int64 [n_rows]: address of float32 [hidden] instead of an embedding, or 0
-        ("n_deepstack", np.int64),  # after so many first layers something is added to some rows
         ("deepstack_at", np.int64),  # int64 [n_rows]: address of float32 [n_deepstack, hidden], or 0
         ("block_tables_at", np.int64),  # int64 [n_rows]: address of the row's sequence's int32 block numbers
-        ("n_tiles", np.int64),
         ("tile_starts_at", np.int64),  # int32 [n_tiles + 1]: rows of one sequence that attention takes together
-        ("logits_at", np.int64),  # float32 [n_rows, vocab] of rows that go on
     ]
 )
