@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine bench-store bench-resume bench-coordinator storm clean
+.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine bench-quality bench-store bench-resume bench-coordinator storm clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,11 +61,15 @@ format: $(VENV)/.dev ## format and fix what can be fixed
 proto: $(VENV)/.dev ## generate the stubs anew
 	$(BIN)/python -m kvferry.proto.generate
 
-bench: bench-engine bench-store bench-resume bench-coordinator ## every benchmark: ratios against a peer in the same run
+bench: bench-engine bench-quality bench-store bench-resume bench-coordinator ## every benchmark: ratios against a peer in the same run
 
 bench-engine: $(VENV)/.runtime $(VENV)/.bench ## prefill and decode beside llama.cpp
 	$(BIN)/kvferry models fetch smollm2-135m
 	$(BIN)/python -m kvferry.bench.engine
+
+bench-quality: $(VENV)/.runtime ## perplexity and best tokens of every kind of weights and K/V rows, against recorded answers
+	$(BIN)/kvferry models fetch smollm2-135m
+	$(BIN)/python -m kvferry.bench.quality
 
 bench-store: $(VENV)/.runtime ## saving and restoring beside dd, what verification costs
 	$(BIN)/python -m kvferry.bench.store

@@ -1,4 +1,4 @@
-"""The same bits on x86-64 and on AArch64, where the dot products are other instructions.
+"""The same bits on x86-64 and on AArch64, where the dot products are other instructions, on random cases too.
 
 The AArch64 side runs in qemu-user, which emulates IEEE arithmetic faithfully and is not silicon. make_root.py in
 tests/arm64 prepares it; the first run compiles all kernels under emulation, which takes minutes.
@@ -12,7 +12,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,6 +38,9 @@ def load(path: Path) -> ModuleType:
 
 tiny = load(PROJECT / "tests/engine/engine/tiny_models.py")
 arm64 = load(PROJECT / "tests/arm64/make_root.py")
+random_cases = load(PROJECT / "tests/engine/bit_contract/random_cases.py")
+
+N_CASES = 60
 
 
 def run(command: list[str], **environment: str) -> dict[str, Any]:
@@ -46,24 +49,30 @@ def run(command: list[str], **environment: str) -> dict[str, Any]:
     return answer
 
 
+@dataclass(frozen=True)
+class Emulated:
+    """How to start a program in an emulated Cortex-A76."""
+
+    interpreter: list[str]
+    environment: dict[str, str]
+
+
 @pytest.fixture(scope="session")
-def emulated() -> Callable[[Path], dict[str, Any]]:
-    """What the program says in an emulated Cortex-A76."""
+def emulated() -> Emulated:
     root = arm64.default_root()
     missing = arm64.why_not(root)
     if missing:
         pytest.skip(missing)
 
-    def start(model: Path) -> dict[str, Any]:
-        return run(
-            [*arm64.interpreter(root), str(PROGRAM), str(model)],
-            PYTHONPATH=f"{arm64.site_packages(root)}:{PROJECT / 'src'}",
-            PYTHONDONTWRITEBYTECODE="1",
-            KVFERRY_CACHE=str(root.with_name("arm64-cache")),
-            KVFERRY_COMPILING_CHILD="1",  # it compiles for itself: the kernel of this machine starts no AArch64 child
-        )
-
-    return start
+    return Emulated(
+        interpreter=arm64.interpreter(root),
+        environment={
+            "PYTHONPATH": f"{arm64.site_packages(root)}:{PROJECT / 'src'}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "KVFERRY_CACHE": str(root.with_name("arm64-cache")),
+            "KVFERRY_COMPILING_CHILD": "1",  # it compiles for itself: this machine's kernel starts no AArch64 child
+        },
+    )
 
 
 @pytest.mark.slow
@@ -71,11 +80,22 @@ def emulated() -> Callable[[Path], dict[str, Any]]:
 def test_aarch64_computes_the_same_bits(emulated, tmp_path):
     model = tmp_path / "tiny.gguf"
     tiny.write_model(model, tiny.SHAPES["grouped by three"])
-    there = emulated(model)
+    there = run([*emulated.interpreter, str(PROGRAM), str(model)], **emulated.environment)
     here = run([sys.executable, str(PROGRAM), str(model)])
     assert there.pop("machine") == "aarch64"
     assert there.pop("kernel_path") == "neon-dotprod"
     assert there == {name: value for name, value in here.items() if name not in {"machine", "kernel_path"}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_aarch64_keeps_the_bit_contract_on_random_cases(emulated, first_seed):
+    """Every architecture, KV kind and way to start; the yardstick is the generic path of this machine."""
+    seeds = range(first_seed, first_seed + N_CASES)
+    how = {"interpreter": emulated.interpreter, "environment": emulated.environment}
+    found = random_cases.start(seeds, "neon-dotprod", is_plain=False, **how)
+    assert found == random_cases.start(seeds, random_cases.YARDSTICK, is_plain=True), f"seeds {seeds}"
+    assert all(len(digest) == random_cases.DIGEST_LENGTH for digest in found.values())
 
 
 def auxiliary_vector(**words: int) -> bytes:

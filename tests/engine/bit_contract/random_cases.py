@@ -39,6 +39,7 @@ _I32 = NDArray[np.int32]
 
 N_CASES: Final = 200
 YARDSTICK: Final = "generic"
+DIGEST_LENGTH: Final = 64  # all that is shorter or longer is an excuse
 _KV_BYTES: Final = 1 << 27  # touched where rows are written
 _SOILED_BLOCKS: Final = 32
 _CHUNKINGS: Final = ((1,), (7,), (32,), (33,), (512,), ())  # (): every chunk's size is drawn
@@ -280,8 +281,8 @@ class Verdict:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the contract is; a digest is 64 characters, all else is an excuse."""
-        return self.expected == self.found and len(self.found) == 64
+        """Whether the contract is."""
+        return self.expected == self.found and len(self.found) == DIGEST_LENGTH
 
     def __str__(self) -> str:
         word = "the same bits" if self.is_kept else f"OTHER BITS, {self.expected} expected"
