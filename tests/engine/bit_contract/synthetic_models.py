@@ -6,6 +6,7 @@ exponential of a library, so the weights are the same on every processor.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,10 @@ from kvferry.engine.files.tensor_names import model_shapes, vision_shapes
 from kvferry.engine.files.tensors import StoredRows
 from kvferry.engine.packing import PackedModel, Quant, pack_model
 
+_spec: Any = importlib.util.spec_from_file_location("gguf_blocks", Path(__file__).parents[1] / "gguf_blocks.py")
+gguf_blocks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(gguf_blocks)
+
 CONTEXT: Final = 1024
 IMAGE_TOKEN: Final = 90
 MERGE_SIZE: Final = 2
@@ -31,11 +36,16 @@ REAL: Final = "smollm2-135m"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A shape, the format its matrices are stored in, and what the engine makes of those it cannot take as stored."""
+    """A shape, the format its matrices are stored in (``wider``: those of v and down, which files often hold in more
+    bits), and what the engine makes of those it cannot take as stored."""
 
     config: ModelConfig
     stored: str = "f32"
     quant: Quant = "q8"
+    wider: str | None = None
+
+    def stored_as(self, name: str) -> str:
+        return self.wider if self.wider is not None and name.endswith(("attn_v", "down")) else self.stored
 
 
 def _config(architecture: str, hidden: int, heads: tuple[int, int, int], ffn: int, **more: Any) -> ModelConfig:
@@ -89,6 +99,9 @@ RECIPES: Final = {
     "qwen2": Recipe(_config("qwen2", 64, (4, 2, 32), 112, qkv_bias=True), "f32", "q4"),
     "qwen3": Recipe(_config("qwen3", 96, (4, 2, 64), 160, qk_norm=True, tied_embeddings=False), "bf16"),
     "qwen3, 4 bits": Recipe(_config("qwen3", 64, (2, 2, 96), 160, qk_norm=True), "q4_1"),
+    "llama, 4 and 6 bits": Recipe(_config("llama", 256, (4, 2, 64), 256, tied_embeddings=False), "q4_k", wider="q6_k"),
+    "qwen2, 6 and 5 bits": Recipe(_config("qwen2", 256, (4, 1, 64), 256, qkv_bias=True), "q6_k", wider="q5_k"),
+    "qwen3, 5 bits": Recipe(_config("qwen3", 96, (2, 2, 96), 160, qk_norm=True), "q5_1", wider="q5_0"),
     "qwen3_moe": Recipe(_config("qwen3_moe", 64, (4, 2, 32), 96, qk_norm=True, moe=_experts(8, 2, normalise=True))),
     "qwen3_moe, some layers dense": Recipe(
         _config("qwen3_moe", 64, (4, 4, 32), 96, qk_norm=True, moe=_experts(5, 3, normalise=False, dense=(0,))),
@@ -130,11 +143,14 @@ def _tensor(random: np.random.Generator, name: str, shape: tuple[int, int], reci
     elif shape[0] > 1 and "positions" not in name:
         values = values * np.sqrt(np.float32(9) / np.float32(shape[1]))
     is_matrix = shape[0] > 1 and not name.startswith("vision.") and not name.endswith("router")
-    kind = recipe.stored if is_matrix else "f32"
+    kind = recipe.stored_as(name) if is_matrix else "f32"
     if kind == "bf16":
         stored = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(np.uint8)
     elif kind == "f32":
         stored = values.view(np.uint8)
+    elif kind.endswith("_k"):
+        seed, deviation = int(random.integers(1 << 30)), float(np.sqrt(3 / shape[1]))
+        stored = gguf_blocks.random_rows(kind, *shape, seed, deviation)
     else:
         stored = quants.quantize(values, GGMLQuantizationType[kind.upper()])
     return StoredRows(shape, kind, stored)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 from kvferry.engine.files.gguf_file import GgufFile, GgufTensor, open_gguf
 from kvferry.engine.kernels import definition
 from kvferry.engine.rope import rope_table
+
+_spec: Any = importlib.util.spec_from_file_location("gguf_blocks", Path(__file__).parents[1] / "gguf_blocks.py")
+gguf_blocks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(gguf_blocks)
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Shape:
     tied: bool = True
     vocab: int = 100
     n_layers: int = 2
+    wider: str | None = None  # the kind of v, down and the embedding, which files often hold in more bits
 
 
 SHAPES = {
@@ -33,6 +39,9 @@ SHAPES = {
     "small heads, untied": Shape(64, 4, 2, 32, 96, "q8_0", tied=False),
     "large heads": Shape(96, 2, 1, 128, 64, "q4_0"),
     "grouped by five": Shape(64, 5, 1, 32, 64, "q4_1", vocab=64),
+    "4 and 6 bits": Shape(256, 4, 2, 64, 256, "q4_k", wider="q6_k"),
+    "5 and 6 bits": Shape(256, 4, 1, 64, 512, "q5_k", wider="q6_k", n_layers=1, tied=False),
+    "5 bits in small blocks": Shape(96, 3, 1, 64, 96, "q5_0", wider="q5_1"),
 }
 
 
@@ -54,14 +63,15 @@ def write_model(path: Path, shape: Shape, seed: int = 0) -> GgufFile:
     query, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
 
     def matrix(name: str, rows: int, cols: int, kind: str = shape.kind) -> None:
-        x = random.standard_normal((rows, cols)).astype(np.float32) / np.float32(np.sqrt(cols)) * 2
-        quantised = GGMLQuantizationType[kind.upper()]
-        writer.add_tensor(f"{name}.weight", quants.quantize(x, quantised), raw_dtype=quantised)
+        seed, deviation = int(random.integers(1 << 30)), 2 / float(np.sqrt(cols))
+        stored = gguf_blocks.random_rows(kind, rows, cols, seed, deviation)
+        writer.add_tensor(f"{name}.weight", stored, raw_dtype=gguf_blocks.library_kind(kind))
 
     def vector(name: str) -> None:
         writer.add_tensor(f"{name}.weight", (1 + random.standard_normal(shape.hidden) / 8).astype(np.float32))
 
-    matrix("token_embd", shape.vocab, shape.hidden, "q8_0")
+    wider = shape.wider or shape.kind
+    matrix("token_embd", shape.vocab, shape.hidden, shape.wider or "q8_0")
     vector("output_norm")
     if not shape.tied:
         matrix("output", shape.vocab, shape.hidden)
@@ -77,7 +87,7 @@ def write_model(path: Path, shape: Shape, seed: int = 0) -> GgufFile:
             ("ffn_up", shape.ffn, shape.hidden),
             ("ffn_down", shape.hidden, shape.ffn),
         ):
-            matrix(f"blk.{layer}.{name}", rows, cols)
+            matrix(f"blk.{layer}.{name}", rows, cols, wider if name in {"attn_v", "ffn_down"} else shape.kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -86,15 +96,8 @@ def write_model(path: Path, shape: Shape, seed: int = 0) -> GgufFile:
 
 
 def integers(tensor: GgufTensor) -> tuple[NDArray, NDArray, NDArray | None]:
-    """A tensor's integers [rows, cols], scales and minima [rows, cols / 32]."""
-    blocks = np.asarray(tensor.data).reshape(tensor.shape[0], tensor.shape[1] // 32, -1)
-    d = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
-    if tensor.kind == "q8_0":
-        return np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(tensor.shape), d, None
-    head = 4 if tensor.kind == "q4_1" else 2
-    q = np.concatenate([blocks[..., head:] & 15, blocks[..., head:] >> 4], axis=-1).reshape(tensor.shape)
-    m = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0].astype(np.float32) if head == 4 else -8 * d
-    return q, d, m
+    """A tensor's integers [rows, cols], scales and minima; see gguf_blocks.parts."""
+    return gguf_blocks.parts(tensor.kind, np.asarray(tensor.data))
 
 
 def half_split_rows(n_rows: int, head_dim: int) -> NDArray[np.int64]:
@@ -119,8 +122,8 @@ def defined_forward(file: GgufFile, token_ids: NDArray[np.int32], kv: str = "f32
         order = half_split_rows(len(q), head_dim) if paired else np.arange(len(q))
         return definition.linear(x, q[order], d[order], None if m is None else m[order])
 
-    q, d, _ = integers(file.tensors["token_embd.weight"])
-    x = (np.repeat(d, 32, axis=1) * q.astype(np.float32))[token_ids]
+    embedding = file.tensors["token_embd.weight"]
+    x = gguf_blocks.elements(embedding.kind, np.asarray(embedding.data))[token_ids]
     k_rows = np.empty((config.n_layers, n, config.kv_dim), np.float32)
     v_rows = np.empty_like(k_rows)
     scale = np.float32(1) / np.sqrt(np.float32(head_dim))

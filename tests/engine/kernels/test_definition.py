@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerforma
 
 spec = importlib.util.spec_from_file_location("gguf_blocks", Path(__file__).parents[1] / "gguf_blocks.py")
 blocks = importlib.util.module_from_spec(spec)
-sys.modules["gguf_blocks"] = blocks
 spec.loader.exec_module(blocks)
 
 
