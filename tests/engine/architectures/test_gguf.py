@@ -48,7 +48,7 @@ def test_a_file_of_floats_gives_the_bits_of_the_folder(
 
 @pytest.mark.parametrize("kind", ["q8_0", "q5_1", "q4_0"])
 def test_quantised_files_run(kind: str, recorded: Callable[[str], Path], tmp_path: Path) -> None:
-    """As they are stored or by way of floats: near the folder's logits, as near as the format allows."""
+    """As they are stored: near the folder's logits, as near as the format allows."""
     folder = recorded("qwen3_untied_f32") / "model"
     exact, found = (
         np.frombuffer(bits, np.float32)[: len(TOKENS) * 640]

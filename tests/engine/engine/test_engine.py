@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.engine.engine import Chunk
 from kvferry.engine.errors import ContextExceeded, InvalidTokens, OutOfKvMemory
+from kvferry.engine.reference import ReferenceModel
 
 spec = importlib.util.spec_from_file_location("tiny_models", Path(__file__).parent / "tiny_models.py")
 tiny = importlib.util.module_from_spec(spec)
@@ -43,6 +44,16 @@ def test_a_whole_model_is_what_the_definition_says(name, kv, model_file, make_en
         got_k, got_v = rows_of(engine, sequence)
         assert got_k.tobytes() == k.tobytes()
         assert got_v.tobytes() == v.tobytes()
+
+
+@pytest.mark.parametrize("name", tiny.SHAPES)
+def test_a_model_is_near_the_reference_on_the_numbers_that_its_file_holds(name, model_file, make_engine, tokens):
+    """What is left is what activations of 8 bits cost."""
+    file = tiny.write_model(model_file, tiny.SHAPES[name])
+    engine, ids = make_engine(file), tokens(60)
+    exact = ReferenceModel.load(file.path).forward(ids).logits
+    found = engine.forward([Chunk(engine.new_sequence(), ids, "all")])[0]
+    assert np.sqrt(np.mean((found - exact) ** 2) / np.mean(exact**2)) < 0.1
 
 
 def test_logits_are_given_for_none_the_last_or_all_rows(model_file, make_engine, tokens):
