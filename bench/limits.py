@@ -81,7 +81,7 @@ def _float_chains(_context: Any, rounds: Any) -> Any:  # noqa: ARG001 - numba re
 def _integer_chains(_context: Any, rounds: Any, address: Any) -> Any:  # noqa: ARG001 - the same
     def build(_c: Any, builder: Any, _s: Any, values: Any) -> Any:
         dot, zero = ISA.dot, t.at(builder, values[1])
-        activations = dot.broadcast(builder, zero)
+        activations = dot.broadcast(builder, zero, 0)
         raw = t.load(builder, t.vector(t.I8, 4 * ISA.group_rows), zero)
         nothing = dot.start(builder, WEIGHTS_Q4, zero, zero)
         start = dot.step(builder, WEIGHTS_Q4, nothing, dot.prepare(builder, WEIGHTS_Q4, raw), activations)

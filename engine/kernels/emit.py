@@ -32,14 +32,18 @@ TARGETS: Final = {
 }
 
 
-def linear_kernel(kind: int, n_tokens: int, n_groups: int) -> tuple[int, BuildKernel]:
-    """A linear tile as (number of i64 arguments, builder)."""
+def linear_kernel(
+    kind: int, n_tokens: int, n_groups: int, part: tuple[int, int] | None = None
+) -> tuple[int, BuildKernel]:
+    """A linear tile as (number of i64 arguments, builder); ``part``: see LinearTile, None for the usual one."""
 
     def build(builder: Any, isa: InstructionSet, arguments: list[Any]) -> None:
-        tile = linear_ir.LinearTile(kind, n_tokens, n_groups)
+        tile = linear_ir.linear_tile(isa, kind, n_tokens, n_groups)
+        if part is not None:
+            tile = linear_ir.LinearTile(kind, n_tokens, n_groups, *part)
         linear_ir.build_linear_tile(builder, isa, tile, linear_ir.LinearOperands(*arguments))
 
-    return 9, build
+    return linear_ir.N_OPERANDS, build
 
 
 def scores_kernel(n_rows: int) -> tuple[int, BuildKernel]:
@@ -55,6 +59,7 @@ def assembly(path: str, kernel: tuple[int, BuildKernel]) -> str:
     target = TARGETS[path]
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
+    binding.initialize_native_asmparser()
     n_arguments, build = kernel
     module = ir.Module("kernel")
     module.triple = target.triple

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -15,6 +16,7 @@ from kvferry.engine.kernels.cpu_features import ARM_MACHINES, host_features
 from kvferry.engine.kernels.ir_tools import Builder, Type, Value
 from kvferry.engine.kernels.layout import ACTIVATION_MAX, QUANT_BLOCK, WEIGHT_FORMATS, WEIGHTS_Q8
 
+SINGLE_STREAMS: Final = 4  # weight groups that a single row's product reads side by side
 _STEPS: Final = QUANT_BLOCK // 4  # of a block
 
 
@@ -35,8 +37,8 @@ class DotProduct(Protocol):
     def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
         """What can be computed once per weight vector and used for all tokens."""
 
-    def broadcast(self, builder: Builder, activations: Value) -> Value:
-        """The 4 bytes at the pointer, for every row."""
+    def broadcast(self, builder: Builder, activations: Value, k_group: int) -> Value:
+        """Bytes 4 * k_group and on of the block that the pointer points at, four of them, for every row."""
 
     def step(self, builder: Builder, kind: int, total: Value | None, weights: Value, activations: Value) -> Value:
         """The accumulator after 4 more k."""
@@ -67,7 +69,7 @@ class Vnni:
             return t.splat(builder, t.load(builder, t.I32, sum_offset), self.rows)
         each, added = builder.bitcast(t.constant(self.bytes, weights.magnitude), self.total), nothing
         for step in range(self.steps(kind)):
-            values = self.broadcast(builder, t.beyond(builder, activations, 4 * step))
+            values = self.broadcast(builder, activations, step)
             added = self.step(builder, kind, added, each, values)
         return builder.sub(nothing, added)
 
@@ -76,8 +78,8 @@ class Vnni:
             weights = builder.add(weights, t.constant(self.bytes, WEIGHT_FORMATS[kind].magnitude))
         return builder.bitcast(weights, self.total)
 
-    def broadcast(self, builder: Builder, activations: Value) -> Value:
-        return t.splat(builder, t.load(builder, t.I32, activations), self.rows)
+    def broadcast(self, builder: Builder, activations: Value, k_group: int) -> Value:
+        return t.splat(builder, t.load(builder, t.I32, t.beyond(builder, activations, 4 * k_group)), self.rows)
 
     def step(self, builder: Builder, kind: int, total: Value, weights: Value, activations: Value) -> Value:
         return t.call(builder, self.intrinsic, self.total, total, weights, activations)
@@ -111,8 +113,9 @@ class Avx2:
         magnitude = t.call(builder, "llvm.abs.v32i8", self.bytes, weights, t.int_constant(0, t.I1))
         return weights, magnitude
 
-    def broadcast(self, builder: Builder, activations: Value) -> Value:
-        return builder.bitcast(t.splat(builder, t.load(builder, t.I32, activations), 8), self.bytes)
+    def broadcast(self, builder: Builder, activations: Value, k_group: int) -> Value:
+        four = t.load(builder, t.I32, t.beyond(builder, activations, 4 * k_group))
+        return builder.bitcast(t.splat(builder, four, 8), self.bytes)
 
     def step(self, builder: Builder, kind: int, total: Value | None, weights: Value, activations: Value) -> Value:
         if WEIGHT_FORMATS[kind].is_signed:  # the weight's sign moves over to the activation
@@ -147,8 +150,10 @@ class NeonDot:
     def prepare(self, builder: Builder, kind: int, weights: Value) -> Value:
         return t.shuffle(builder, weights, list(range(16))), t.shuffle(builder, weights, list(range(16, 32)))
 
-    def broadcast(self, builder: Builder, activations: Value) -> Value:
-        return builder.bitcast(t.splat(builder, t.load(builder, t.I32, activations), 4), self.bytes)
+    def broadcast(self, builder: Builder, activations: Value, k_group: int) -> Value:
+        """Sixteen bytes and one of their four lanes, which sdot selects by itself."""
+        lanes = t.load(builder, self.total, t.beyond(builder, activations, k_group // 4 * 16), 1)
+        return builder.bitcast(t.shuffle(builder, lanes, [k_group % 4] * 4), self.bytes)
 
     def step(self, builder: Builder, kind: int, total: Value, weights: Value, activations: Value) -> Value:
         low, high = (
@@ -177,8 +182,8 @@ class GenericDot:
         columns = [t.shuffle(builder, weights, [4 * row + c for row in range(8)]) for c in range(4)]
         return [builder.sext(column, self.total) for column in columns]
 
-    def broadcast(self, builder: Builder, activations: Value) -> Value:
-        each = [t.load(builder, t.I8, t.beyond(builder, activations, c), 1) for c in range(4)]
+    def broadcast(self, builder: Builder, activations: Value, k_group: int) -> Value:
+        each = [t.load(builder, t.I8, t.beyond(builder, activations, 4 * k_group + c), 1) for c in range(4)]
         return [t.splat(builder, builder.sext(byte, t.I32), 8) for byte in each]
 
     def step(self, builder: Builder, kind: int, total: Value, weights: Value, activations: Value) -> Value:
@@ -191,11 +196,34 @@ class GenericDot:
 
 
 @dataclass(frozen=True)
+class LinearShapes:
+    """The shapes of linear tiles that a processor has registers for.
+
+    ``side``: weight groups side by side. ``best``: tokens of the tile that takes least time per token; ``widest``: up to
+    so many tokens go through one tile. ``parts``: tokens and groups whose integer sums are in registers at a time, by
+    tokens and groups of the tile, where not those of all are.
+    """
+
+    side: int
+    best: int
+    widest: int
+    parts: Mapping[tuple[int, int], tuple[int, int]]
+
+    def part(self, n_tokens: int, n_groups: int) -> tuple[int, int]:
+        return self.parts.get((n_tokens, n_groups), (n_tokens, n_groups))
+
+    def all(self) -> list[tuple[int, int]]:
+        """Tokens and groups of every tile that is used: those of many tokens, and a single token's."""
+        return [*((n_tokens, self.side) for n_tokens in range(1, self.widest + 1)), (1, SINGLE_STREAMS)]
+
+
+@dataclass(frozen=True)
 class InstructionSet:
     """One way to emit the kernels.
 
     ``group_rows``: weight rows per group, one per lane. ``float_lanes``: lanes of a float32 register. ``pin_class``:
-    the inline-asm register class for pinning integer accumulators (ir_tools.pin), None to leave order to LLVM.
+    the inline-asm register class for pinning accumulators (ir_tools.pin), None to leave order to LLVM.
+    ``attention_rows``: query rows of the large attention tiles.
     """
 
     name: str
@@ -203,17 +231,28 @@ class InstructionSet:
     group_rows: int
     float_lanes: int
     pin_class: str | None
-    linear_tokens: int  # tokens and weight groups of the large linear tile
-    linear_groups: int
-    attention_rows: int  # query rows of the large attention tiles
+    linear: LinearShapes
+    attention_rows: int
 
+    def add_product(self, builder: Builder, a: Value, b: Value, total: Value) -> Value:
+        """fma(a, b, total), computed here and in total's register, where the processor lets us say so."""
+        return t.fma_in_place(builder, a, b, total) if self.is_x86 else t.fma(builder, a, b, total)
+
+    @property
+    def is_x86(self) -> bool:
+        return self.pin_class in {"v", "x"}
+
+
+_ZMM: Final = LinearShapes(2, 6, 8, {(7, 2): (4, 2), (8, 2): (4, 2)})
+_YMM: Final = LinearShapes(1, 6, 6, {(1, 4): (1, 2), (5, 1): (3, 1), (6, 1): (3, 1)})
+_NEON: Final = LinearShapes(1, 6, 6, {(6, 1): (3, 1)})
 
 INSTRUCTION_SETS: Final = {
-    "avx512vnni": InstructionSet("avx512vnni", Vnni(16), 16, 16, "v", 6, 2, 12),
-    "avxvnni": InstructionSet("avxvnni", Vnni(8), 8, 8, "x", 4, 2, 3),
-    "avx2": InstructionSet("avx2", Avx2(), 8, 8, "x", 4, 2, 3),
-    "neon-dotprod": InstructionSet("neon-dotprod", NeonDot(), 8, 4, "w", 4, 2, 3),
-    "generic": InstructionSet("generic", GenericDot(), 8, 8, None, 4, 2, 3),
+    "avx512vnni": InstructionSet("avx512vnni", Vnni(16), 16, 16, "v", _ZMM, 12),
+    "avxvnni": InstructionSet("avxvnni", Vnni(8), 8, 8, "x", _YMM, 3),
+    "avx2": InstructionSet("avx2", Avx2(), 8, 8, "x", _YMM, 3),
+    "neon-dotprod": InstructionSet("neon-dotprod", NeonDot(), 8, 4, "w", _NEON, 3),
+    "generic": InstructionSet("generic", GenericDot(), 8, 8, None, LinearShapes(1, 4, 4, {}), 3),
 }
 
 KERNEL_PATH_VARIABLE: Final = "KVFERRY_KERNEL_PATH"

@@ -42,7 +42,6 @@ def linear_tile(
     kind: Any,
     n_tokens: Any,
     n_groups: Any,
-    prefetch_bytes: Any,
     weights: Any,
     group_stride: Any,
     n_blocks: Any,
@@ -52,15 +51,17 @@ def linear_tile(
     output_stride: Any,
     output_group_stride: Any,
     accumulate: Any,
+    ahead: Any,
+    n_ahead: Any,
 ) -> Any:
-    """The linear tile of linear_ir.py; the first four arguments, which fix its shape, are constants."""
-    shape = [kind, n_tokens, n_groups, prefetch_bytes]
-    tile = linear_ir.LinearTile(*(argument.literal_value for argument in shape))
+    """The linear tile of linear_ir.py; the first three arguments, which fix its shape, are constants."""
+    shape = [kind, n_tokens, n_groups]
+    tile = linear_ir.linear_tile(ISA, *(argument.literal_value for argument in shape))
 
     def build(builder: Builder, *values: Value) -> None:
-        linear_ir.build_linear_tile(builder, ISA, tile, linear_ir.LinearOperands(*values[4:]))
+        linear_ir.build_linear_tile(builder, ISA, tile, linear_ir.LinearOperands(*values[3:]))
 
-    return _emit(_NOTHING, [*shape, *[_INT] * 9], build)
+    return _emit(_NOTHING, [*shape, *[_INT] * linear_ir.N_OPERANDS], build)
 
 
 def _call(builder: Builder, address: Value, *values: Value) -> None:

@@ -134,6 +134,16 @@ def fma(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     return call(builder, f"llvm.fma.{_suffix(a.type)}", a.type, a, b, c)
 
 
+def fma_in_place(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+    """fma for x86, in the register of c, and in the order of the program.
+
+    Left to LLVM, a loop's sum moves into the register of a and is copied back at the end, which takes so many registers
+    more that sums are spilled.
+    """
+    kind = ir.FunctionType(c.type, [c.type] * 3)
+    return builder.call(ir.InlineAsm(kind, "vfmadd231ps $3, $2, $0", "=v,0,v,v", side_effect=True), [c, a, b])
+
+
 def absolute(builder: Builder, x: Value) -> Value:
     return call(builder, f"llvm.fabs.{_suffix(x.type)}", x.type, x)
 

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+from llvmlite import binding
 
 from kvferry.engine.kernels.compile_cache import numba_caching_here
 from kvferry.engine.kernels.cpu_features import tell_compiler
 
 tell_compiler()
+binding.initialize_native_asmparser()  # for kernels that name an instruction (ir_tools.fma_in_place)
 
 
 def kernel(function: Callable[..., Any]) -> Any:

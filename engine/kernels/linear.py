@@ -14,6 +14,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from kvferry.engine.kernels.instruction_sets import SINGLE_STREAMS
 from kvferry.engine.kernels.intrinsics import (
     ISA,
     call_linear,
@@ -39,11 +40,13 @@ GROUP_ROWS: Final = ISA.group_rows
 UNIT_ROWS: Final = QUANT_BLOCK
 UNIT_GROUPS: Final = UNIT_ROWS // GROUP_ROWS
 
-_MANY: Final = ISA.linear_tokens
-_SIDE: Final = ISA.linear_groups  # weight groups side by side in a tile; divides UNIT_GROUPS
+_SHAPES: Final = ISA.linear
+_SIDE: Final = _SHAPES.side  # weight groups side by side in a tile; divides UNIT_GROUPS
+_BEST: Final = _SHAPES.best
+_WIDEST: Final = _SHAPES.widest
 _SIDE_BYTES: Final = GROUP_ROWS * FLOAT_BYTES  # from one group's outputs to the next's
-_FAR: Final = 4  # weight streams of a single row's product
-_AHEAD: Final = 10 * CACHE_LINE  # and how far ahead each is asked for
+_STREAMS: Final = SINGLE_STREAMS
+_AHEAD: Final = 40 * CACHE_LINE  # how far ahead each of a single row's streams is asked for
 
 _INT: Final = types.int64
 # Where each of these lies in the kernels of a kind.
@@ -110,26 +113,32 @@ def with_kernels(record: NDArray[Any]) -> NDArray[Any]:
 
 
 @glue
-def _near_tiles(
-    kind: int, w: int, stride: int, n_blocks: int, x: int, x_stride: int, n_rows: int, y: int, y_stride: int, add: int
-) -> None:
-    """All rows with one tile's neighbouring weight groups, which are a few kilobytes and stay in the first cache."""
-    row = np.int64(0)
-    while row < n_rows:
-        x_row, y_row = x + row * x_stride, y + row * y_stride
-        if n_rows - row >= _MANY:
-            linear_tile(kind, _MANY, _SIDE, 0, w, stride, n_blocks, x_row, x_stride, y_row, y_stride, _SIDE_BYTES, add)
-            row += _MANY
-        elif n_rows - row >= 2:
-            linear_tile(kind, 2, _SIDE, 0, w, stride, n_blocks, x_row, x_stride, y_row, y_stride, _SIDE_BYTES, add)
-            row += 2
-        else:
-            linear_tile(kind, 1, _SIDE, 0, w, stride, n_blocks, x_row, x_stride, y_row, y_stride, _SIDE_BYTES, add)
-            row += 1
+def _tile_of(
+    kind: int, n: int, w: int, stride: int, n_blocks: int, x: int, x_stride: int, y: int, y_stride: int, add: int,
+    ahead: int, n_ahead: int,
+) -> None:  # fmt: skip
+    """The tile of ``n`` tokens; the widest that a processor has is 8."""
+    if n == 1:
+        linear_tile(kind, 1, _SIDE, w, stride, n_blocks, x, x_stride, y, y_stride, _SIDE_BYTES, add, ahead, n_ahead)
+    elif n == 2:
+        linear_tile(kind, 2, _SIDE, w, stride, n_blocks, x, x_stride, y, y_stride, _SIDE_BYTES, add, ahead, n_ahead)
+    elif n == 3:
+        linear_tile(kind, 3, _SIDE, w, stride, n_blocks, x, x_stride, y, y_stride, _SIDE_BYTES, add, ahead, n_ahead)
+    elif n == 4:
+        linear_tile(kind, 4, _SIDE, w, stride, n_blocks, x, x_stride, y, y_stride, _SIDE_BYTES, add, ahead, n_ahead)
+    elif n == 5 and _WIDEST >= 5:
+        linear_tile(kind, 5, _SIDE, w, stride, n_blocks, x, x_stride, y, y_stride, _SIDE_BYTES, add, ahead, n_ahead)
+    elif n == 6 and _WIDEST >= 6:
+        linear_tile(kind, 6, _SIDE, w, stride, n_blocks, x, x_stride, y, y_stride, _SIDE_BYTES, add, ahead, n_ahead)
+    elif n == 7 and _WIDEST >= 7:
+        linear_tile(kind, 7, _SIDE, w, stride, n_blocks, x, x_stride, y, y_stride, _SIDE_BYTES, add, ahead, n_ahead)
+    elif n == 8 and _WIDEST >= 8:
+        linear_tile(kind, 8, _SIDE, w, stride, n_blocks, x, x_stride, y, y_stride, _SIDE_BYTES, add, ahead, n_ahead)
 
 
 def _make_linear(kind: int) -> Any:
     block_bytes = weight_block_bytes(kind, GROUP_ROWS)
+    block_lines = -(-block_bytes // CACHE_LINE)
 
     @callback(types.void(*[_INT] * 10))
     def linear_of_kind(
@@ -145,18 +154,34 @@ def _make_linear(kind: int) -> Any:
         add: int,
     ) -> None:
         """A single row's weights are read once, from memory, so four far streams are followed at a time, each for long:
-        the hardware prefetcher needs a run-up on every stream, and a group is only a few kilobytes."""
+        the hardware prefetcher needs a run-up on every stream, and a group is only a few kilobytes.
+
+        More rows go through in pieces of about equal size, all with the same few weight groups, which stay in the first
+        cache. Meanwhile the groups that follow are asked for, each piece asking for its share, so that memory is busy
+        all the time.
+        """
         stride = n_blocks * block_bytes
         w = weights + first_unit * UNIT_GROUPS * stride
         n_groups = n_units * UNIT_GROUPS
-        n_far = n_groups // (_FAR * _SIDE) * _SIDE if n_rows == 1 else 0
+        n_far = n_groups // (_STREAMS * _SIDE) * _SIDE if n_rows == 1 else 0
         far_stride, far_side = n_far * stride, n_far * _SIDE_BYTES
         for group in range(n_far):
             w_group, y_group = w + group * stride, y + group * _SIDE_BYTES
-            linear_tile(kind, 1, _FAR, _AHEAD, w_group, far_stride, n_blocks, x, 0, y_group, 0, far_side, add)
-        for group in range(n_far * _FAR, n_groups, _SIDE):
+            linear_tile(
+                kind, 1, _STREAMS, w_group, far_stride, n_blocks, x, 0, y_group, 0, far_side, add, _AHEAD, block_lines
+            )
+        n_pieces = 1 if n_rows <= _WIDEST else (n_rows + _BEST - 1) // _BEST
+        for group in range(n_far * _STREAMS, n_groups, _SIDE):
             w_group, y_group = w + group * stride, y + group * _SIDE_BYTES
-            _near_tiles(kind, w_group, stride, n_blocks, x, x_stride, n_rows, y_group, y_stride, add)
+            row, line = np.int64(0), np.int64(0)
+            for piece in range(1, n_pieces + 1):
+                next_row, next_line = n_rows * piece // n_pieces, block_lines * piece // n_pieces
+                _tile_of(
+                    kind, next_row - row, w_group, stride, n_blocks,
+                    x + row * x_stride, x_stride, y_group + row * y_stride, y_stride, add,
+                    _SIDE * stride + line * CACHE_LINE, next_line - line,
+                )  # fmt: skip
+                row, line = next_row, next_line
 
     return linear_of_kind
 

@@ -8,7 +8,8 @@ lane is one output, so the tile's shape cannot be seen in the result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Final
 
 from kvferry.engine.kernels import ir_tools as t
 from kvferry.engine.kernels.instruction_sets import InstructionSet
@@ -27,13 +28,14 @@ _K_GROUPS = QUANT_BLOCK // 4  # a dot instruction takes 4 consecutive k at a tim
 
 @dataclass(frozen=True)
 class LinearTile:
-    """What is fixed when a tile is compiled: weight kind, tokens T, weight groups G side by side, and how far ahead of
-    the weights being read memory is asked for more (bytes, a multiple of a cache line; 0: not at all)."""
+    """What is fixed when a tile is compiled: weight kind, tokens T, weight groups G side by side, and of how many tokens
+    and groups the integer sums are in registers at a time, beside the float sums of all."""
 
     kind: int
     n_tokens: int
     n_groups: int
-    prefetch_bytes: int = 0
+    part_tokens: int
+    part_groups: int
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class LinearOperands:
     ``weights``: first group's first block, the next group ``group_stride`` further. ``activations``: first token's
     quantised row, the next ``activation_stride`` further. ``output``: float32 of the first token and group; next token
     ``output_stride``, next group ``output_group_stride`` further. ``accumulate``: 0 stores the sums, 1 adds them to
-    what ``output`` holds (the residual stream).
+    what ``output`` holds (the residual stream). ``ahead``: how far beyond each block that is read memory is asked for
+    the first of ``n_ahead`` cache lines.
     """
 
     weights: Value
@@ -55,6 +58,15 @@ class LinearOperands:
     output_stride: Value
     output_group_stride: Value
     accumulate: Value
+    ahead: Value
+    n_ahead: Value
+
+
+N_OPERANDS: Final = len(fields(LinearOperands))
+
+
+def linear_tile(isa: InstructionSet, kind: int, n_tokens: int, n_groups: int) -> LinearTile:
+    return LinearTile(kind, n_tokens, n_groups, *isa.linear.part(n_tokens, n_groups))
 
 
 def build_linear_tile(builder: Builder, isa: InstructionSet, tile: LinearTile, operands: LinearOperands) -> None:
@@ -62,8 +74,10 @@ def build_linear_tile(builder: Builder, isa: InstructionSet, tile: LinearTile, o
     floats = t.float_vector(lanes)
     form = WEIGHT_FORMATS[tile.kind]
     block_bytes = weight_block_bytes(tile.kind, lanes)
-    groups, tokens = range(tile.n_groups), range(tile.n_tokens)
-    sums = [[t.variable(builder, floats, t.constant(floats, 0.0), "sum") for _ in tokens] for _ in groups]
+    sums = [
+        [t.variable(builder, floats, t.constant(floats, 0.0), "sum") for _ in range(tile.n_tokens)]
+        for _ in range(tile.n_groups)
+    ]
     group_addresses = _addresses(builder, operands.weights, operands.group_stride, tile.n_groups)
     token_addresses = _addresses(builder, operands.activations, operands.activation_stride, tile.n_tokens)
     scales_at = t.scaled(builder, operands.n_blocks, QUANT_BLOCK)
@@ -78,41 +92,71 @@ def build_linear_tile(builder: Builder, isa: InstructionSet, tile: LinearTile, o
         scales = [t.at(builder, address, scale_offset) for address in token_addresses]
         sum_offset = builder.add(offsets_at, t.scaled(builder, block, 4))
         sum_offsets = [t.at(builder, address, sum_offset) for address in token_addresses]
-        if tile.prefetch_bytes:
-            for group in weights:
-                for line in range(0, block_bytes, CACHE_LINE):
-                    t.prefetch(builder, t.beyond(builder, group, tile.prefetch_bytes + line))
-        for index in range(form.n_scales):
-            dots = _dots(builder, isa, tile, index, weights, values, sum_offsets)
-            for g in groups:
-                d, m = (_load_scales(builder, tile.kind, lanes, weights[g], i) for i in (index, form.n_scales))
-                for n in tokens:
-                    dot = builder.fmul(builder.sitofp(dots[g][n], floats), t.load_splat(builder, scales[n], lanes))
-                    total = t.fma(builder, dot, d, t.value_of(builder, sums[g][n]))
-                    if m is not None:
-                        scaled_sum = t.load_splat(builder, t.beyond(builder, scales[n], 4), lanes)
-                        total = t.fma(builder, m, scaled_sum, total)
-                    builder.store(total, sums[g][n])
+        _ask_ahead(builder, operands, weights)
+        for n in range(0, tile.n_tokens, tile.part_tokens):
+            tokens = range(n, min(n + tile.part_tokens, tile.n_tokens))
+            for g in range(0, tile.n_groups, tile.part_groups):
+                groups = range(g, min(g + tile.part_groups, tile.n_groups))
+                for scale in range(form.n_scales):
+                    add_part(scale, tokens, groups, weights, values, scales, sum_offsets)
+
+    def add_part(
+        index: int,
+        tokens: range,
+        groups: range,
+        weights: list[Value],
+        values: list[Value],
+        scales: list[Value],
+        sum_offsets: list[Value],
+    ) -> None:
+        """The part's share of a block that has scale number ``index``."""
+        dots = _dots(
+            builder,
+            isa,
+            tile.kind,
+            index,
+            [weights[g] for g in groups],
+            [values[n] for n in tokens],
+            [sum_offsets[n] for n in tokens],
+        )
+        for g, row in zip(groups, dots, strict=True):
+            d, m = (_load_scales(builder, tile.kind, lanes, weights[g], i) for i in (index, form.n_scales))
+            for n, exact in zip(tokens, row, strict=True):
+                dot = builder.fmul(builder.sitofp(exact, floats), t.load_splat(builder, scales[n], lanes))
+                total = isa.add_product(builder, dot, d, t.value_of(builder, sums[g][n]))
+                if m is not None and index == form.n_scales - 1:
+                    scaled_sum = t.load_splat(builder, t.beyond(builder, scales[n], 4), lanes)
+                    total = t.fma(builder, m, scaled_sum, total)
+                builder.store(total, sums[g][n])
 
     t.counted_loop(builder, operands.n_blocks, one_block, "block")
     _store_sums(builder, operands, sums)
 
 
+def _ask_ahead(builder: Builder, operands: LinearOperands, weights: list[Value]) -> None:
+    def one_line(line: Value) -> None:
+        offset = builder.add(operands.ahead, t.scaled(builder, line, CACHE_LINE))
+        for group in weights:
+            t.prefetch(builder, builder.gep(group, [offset], source_etype=t.I8))
+
+    t.counted_loop(builder, operands.n_ahead, one_line, "ahead")
+
+
 def _dots(
     builder: Builder,
     isa: InstructionSet,
-    tile: LinearTile,
+    kind: int,
     index: int,
     weights: list[Value],
     values: list[Value],
     sum_offsets: list[Value],
 ) -> list[list[Value]]:
     """The integer dot products <R x i32> of the part of a block that has its scale number ``index``, [group][token]."""
-    k_groups = _K_GROUPS // WEIGHT_FORMATS[tile.kind].n_scales
-    steps = isa.dot.steps(tile.kind)
+    k_groups = _K_GROUPS // WEIGHT_FORMATS[kind].n_scales
+    steps = isa.dot.steps(kind)
     dots: list[list[Value]] = []
     for first in range(index * k_groups, (index + 1) * k_groups, steps):
-        more = _few_dots(builder, isa, tile, range(first, first + steps), weights, values, sum_offsets)
+        more = _few_dots(builder, isa, kind, range(first, first + steps), weights, values, sum_offsets)
         if dots:
             more = [
                 [builder.add(a, b) for a, b in zip(one, other, strict=True)]
@@ -125,14 +169,14 @@ def _dots(
 def _few_dots(
     builder: Builder,
     isa: InstructionSet,
-    tile: LinearTile,
+    kind: int,
     k_groups: range,
     weights: list[Value],
     values: list[Value],
     sum_offsets: list[Value],
 ) -> list[list[Value]]:
     """Those of as many k-groups as one accumulator takes."""
-    dot, kind, lanes = isa.dot, tile.kind, isa.group_rows
+    dot, lanes = isa.dot, isa.group_rows
     vector_bytes = 4 * lanes
     bytes_type = t.vector(t.I8, vector_bytes)
     starts = [
@@ -143,12 +187,12 @@ def _few_dots(
 
     def one_k_group(k_group: int, vectors: list[Value]) -> None:
         prepared = [dot.prepare(builder, kind, v) for v in vectors]
-        for n in range(tile.n_tokens):
-            activations = dot.broadcast(builder, t.beyond(builder, values[n], 4 * k_group))
-            for g in range(tile.n_groups):
+        for n in range(len(values)):
+            activations = dot.broadcast(builder, values[n], k_group)
+            for g in range(len(weights)):
                 totals[g][n] = dot.step(builder, kind, totals[g][n], prepared[g], activations)
         if isa.pin_class:
-            for g in range(tile.n_groups):
+            for g in range(len(weights)):
                 totals[g] = [t.pin(builder, total, isa.pin_class) for total in totals[g]]
 
     def load(vector: int) -> list[Value]:
