@@ -199,8 +199,8 @@ class GenericDot:
 class LinearShapes:
     """The shapes of linear tiles that a processor has registers for.
 
-    ``side``: weight groups side by side. ``best``: tokens of the tile that takes least time per token; ``widest``: up to
-    so many tokens go through one tile. ``parts``: tokens and groups whose integer sums are in registers at a time, by
+    ``side``: weight groups side by side. ``best``: tokens of the tile that takes least time per token. ``widest``: as
+    many tokens as go through one tile. ``parts``: tokens and groups whose integer sums are in registers at a time, by
     tokens and groups of the tile, where not those of all are.
     """
 

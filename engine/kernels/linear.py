@@ -173,7 +173,7 @@ def _make_linear(kind: int) -> Any:
         n_pieces = 1 if n_rows <= _WIDEST else (n_rows + _BEST - 1) // _BEST
         for group in range(n_far * _STREAMS, n_groups, _SIDE):
             w_group, y_group = w + group * stride, y + group * _SIDE_BYTES
-            row, line = np.int64(0), np.int64(0)
+            row, line = 0, 0
             for piece in range(1, n_pieces + 1):
                 next_row, next_line = n_rows * piece // n_pieces, block_lines * piece // n_pieces
                 _tile_of(

@@ -28,8 +28,9 @@ _K_GROUPS = QUANT_BLOCK // 4  # a dot instruction takes 4 consecutive k at a tim
 
 @dataclass(frozen=True)
 class LinearTile:
-    """What is fixed when a tile is compiled: weight kind, tokens T, weight groups G side by side, and of how many tokens
-    and groups the integer sums are in registers at a time, beside the float sums of all."""
+    """What is fixed when a tile is compiled: weight kind, tokens T, groups G side by side; and of how many tokens
+    and groups the integer sums are in registers at a time, beside the float sums of all.
+    """
 
     kind: int
     n_tokens: int
