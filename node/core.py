@@ -204,6 +204,7 @@ class NodeCore:
             priority=turn.priority,
             arrival=turn.run_id,  # a turn that waited for the store keeps its place
             seen=run.seen,
+            rule=turn.rule,
         )
         self._scheduler.submit(job)
 

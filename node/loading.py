@@ -28,6 +28,7 @@ from kvferry.node.errors import StoreMisconfigured
 from kvferry.node.io_threads import IoThreads
 from kvferry.node.messages import LookDone
 from kvferry.node.ports import CoreLimits
+from kvferry.node.rules import Rules
 from kvferry.node.state import Identity, Serving
 from kvferry.node.store_path import check_store
 from kvferry.node.vision_thread import VisionThread
@@ -76,8 +77,15 @@ def load_serving(
         _start(io)
     threads.append(_make_engine_thread(config, engine, io, vision, loop, on_fatal))
     seen = engine.config.vision if vision is not None else None
-    identity = _identity(config, engine, TextModel.load(path), seen, boot_id, version)
-    return Serving(identity=identity, engine=threads[0], io=io, vision=vision, close_engine=engine.close)
+    text = TextModel.load(path)
+    return Serving(
+        identity=_identity(config, engine, text, seen, boot_id, version),
+        engine=threads[0],
+        io=io,
+        vision=vision,
+        rules=Rules(text),
+        close_engine=engine.close,
+    )
 
 
 def _vision_thread(config: NodeConfig, engine: Engine, deliver: Callable[[LookDone], None]) -> VisionThread | None:

@@ -212,6 +212,7 @@ def _end_threads(serving: Serving) -> bool:
         return False
     if serving.vision is not None and not serving.vision.close(THREAD_END_SECONDS):
         return False
+    serving.rules.close()
     serving.close_engine()
     return serving.io is None or serving.io.close(THREAD_END_SECONDS)
 

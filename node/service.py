@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 import grpc
 
 from kvferry.engine.errors import EngineError
+from kvferry.engine.token_rule import TokenRule
 from kvferry.node.errors import InvalidRequest, NodeError, StoreDown
 from kvferry.node.messages import (
     BeginTurn,
@@ -99,7 +100,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     @_answered
     async def RunTurn(self, request: worker_pb2.RunTurnRequest, context: Context) -> None:  # type: ignore[override]
         """Run a turn, and stop it when the caller goes away."""
-        turn = self._admit(request)
+        parse_counts(request, self._state.ready().identity.context_length)
+        # Before it is admitted: a turn of an older epoch must not begin after one of a newer.
+        rule = await self._state.ready().rules.rule(request.grammar, request.token_ids[request.n_prompt_tokens :])
+        turn = self._admit(request, rule)
         engine = self._state.ready().engine
         self._state.open_turn(turn)
         try:
@@ -110,12 +114,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             if not turn.outbox.closed:
                 engine.send(StopRun(turn.run_id))
 
-    def _admit(self, request: worker_pb2.RunTurnRequest) -> Turn:
+    def _admit(self, request: worker_pb2.RunTurnRequest, rule: TokenRule | None) -> Turn:
         identity = self._state.ready().identity
         now = time.monotonic()
         session_id = parse_name("session_id", request.session_id)
         turn_id = parse_name("turn_id", request.turn_id)
-        parse_counts(request, identity.context_length)
         token_ids = parse_tokens(request.token_ids, identity.model_config.vocab_size, identity.context_length)
         images, pixels = parse_images(request.images, token_ids[: request.n_prompt_tokens], identity.vision)
         sampling = parse_sampling(request.sampling)
@@ -136,6 +139,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             recompute=request.recompute,
             images=images,
             pixels=pixels,
+            rule=rule,
         )
 
     @_answered

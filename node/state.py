@@ -15,6 +15,7 @@ from kvferry.node.errors import QueueFull, SessionBusy, Starting
 from kvferry.node.fencing import Fence
 from kvferry.node.io_threads import IoThreads
 from kvferry.node.loop_lag import LoopLag
+from kvferry.node.rules import Rules
 from kvferry.node.turns import Turn
 from kvferry.node.vision_thread import VisionThread
 from kvferry.node.wire import load_message
@@ -47,6 +48,7 @@ class Serving:
     engine: EngineThread
     io: IoThreads | None
     vision: VisionThread | None
+    rules: Rules
     close_engine: Callable[[], None]
 
     def store_error(self) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.sampling import SampledToken, SamplingSettings
+from kvferry.engine.token_rule import TokenRule
 from kvferry.engine.vision.placed import Images
 from kvferry.node.errors import SlowClient
 
@@ -120,5 +121,6 @@ class Turn:
     priority: int = 0  # higher goes first
     recompute: bool = False  # whoever asks foresaw that computing is sooner than reading the store
     images: Images = ()  # in the prompt
+    rule: TokenRule | None = None  # what each token of the answer may be
     pixels: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)  # PNG files by content hash
     outbox: Outbox = field(default_factory=Outbox, repr=False)
