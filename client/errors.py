@@ -68,6 +68,24 @@ class InvalidRequest(BadRequest):
     code = "invalid_request"
 
 
+class InvalidTools(BadRequest):
+    """Tools, or calls of them, that cannot be told to the model or followed."""
+
+    code = "invalid_tools"
+
+
+class InvalidFormat(BadRequest):
+    """A form for the answer that cannot be understood."""
+
+    code = "invalid_format"
+
+
+class FormatTooComplex(BadRequest):
+    """A form for the answer that would take too much time to follow."""
+
+    code = "format_too_complex"
+
+
 class InvalidAddress(BadRequest):
     """Not HOST:PORT."""
 

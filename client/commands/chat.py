@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
+from kvferry.client.commands.forms import form_of, form_options
 from kvferry.client.commands.options import coordinator_option, json_option, tell_outage
 from kvferry.client.commands.sessions import print_sessions
-from kvferry.client.commands.turn_view import JsonView, TextView, TurnView
+from kvferry.client.commands.turn_view import JsonView, TextView, TurnView, call_text
 from kvferry.client.errors import (
     BadRequest,
     ClientError,
@@ -21,11 +24,22 @@ from kvferry.client.errors import (
     Unavailable,
     UnknownSession,
 )
-from kvferry.client.sdk import Client, Finished, FinishReason, Image, Message, Sampling, Session, Turn
+from kvferry.client.sdk import (
+    AnswerForm,
+    Client,
+    Finished,
+    FinishReason,
+    Image,
+    Message,
+    Sampling,
+    Session,
+    ToolCall,
+    Turn,
+)
 
 HELP_TEXT = (
     "/new starts another session, /sessions lists them, /image FILE shows a picture with the next message, "
-    "/quit (or Ctrl-D) ends. Ctrl-C stops an answer."
+    "/result TEXT answers a call, /quit (or Ctrl-D) ends. Ctrl-C stops an answer."
 )
 
 
@@ -52,6 +66,7 @@ HELP_TEXT = (
     show_default=True,
     help="Seconds to wait for the coordinator.",
 )
+@form_options
 @json_option
 def chat(
     coordinator: str,
@@ -63,6 +78,12 @@ def chat(
     stop: tuple[str, ...],
     patience: float,
     as_json: bool,
+    tools_file: Path | None,
+    call: str | None,
+    thinking: bool | None,
+    schema: Path | None,
+    regex: str | None,
+    choices: tuple[str, ...],
     **sampling: Any,
 ) -> None:
     """Talk to the model. Each line is a message; the conversation goes on when its node or the coordinator dies."""
@@ -71,6 +92,7 @@ def chat(
         raise click.UsageError("The standard input is closed, so there is nothing to say; use --message TEXT.")
     interactive = not texts and sys.stdin.isatty()
     pictures = [Image.read(path) for path in images]
+    form = form_of(tools_file=tools_file, call=call, thinking=thinking, schema=schema, regex=regex, choices=choices)
     with Client(coordinator, patience_s=patience, on_outage=tell_outage) as client:
         conversation = Conversation(
             client,
@@ -79,6 +101,7 @@ def chat(
             max_tokens=max_tokens,
             stop=stop,
             sampling=Sampling(**sampling),
+            form=form,
             interactive=interactive,
         )
         conversation.show(pictures)
@@ -104,6 +127,7 @@ class Conversation:
         max_tokens: int,
         stop: tuple[str, ...],
         sampling: Sampling,
+        form: AnswerForm,
         interactive: bool,
     ) -> None:
         self._interactive = interactive
@@ -113,6 +137,9 @@ class Conversation:
         self._max_tokens = max_tokens
         self._stop = stop
         self._sampling = sampling
+        self._form = form
+        self._calls: list[ToolCall] = []  # of the last answer, without a result yet
+        self._results: list[Message] = []
         self._session: Session | None = None
         self._wanted_id: str | None = None
         self._images: list[Image] = []
@@ -163,8 +190,23 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """One turn."""
-        messages = [Message("user", text, tuple(self._images))]
-        self._images = []  # if they are why it is refused, the next message shall not be
+        images, self._images = self._images, []  # if they are why it is refused, the next message shall not be
+        self._ask([Message("user", text, tuple(images))])
+
+    def give_result(self, text: str) -> None:
+        """What a call of the last answer came to, in their order; the model goes on when it has them all."""
+        if not self._calls:
+            self._view.note("the last answer called no tool")
+            return
+        call = self._calls.pop(0)
+        self._results.append(Message("tool", text, tool_call_id=call.id))
+        if self._calls:
+            self._view.note(f"and {call_text(self._calls[0])}?")
+        else:
+            results, self._results = self._results, []
+            self._ask(results)
+
+    def _ask(self, messages: list[Message]) -> None:
         if self._is_new and self._system:
             messages.insert(0, Message("system", self._system))
         session = self._session
@@ -189,7 +231,10 @@ class Conversation:
         self._session, self._is_new = session, False
 
     def _generate(self, session: Session, messages: list[Message]) -> Turn:
-        return session.generate(messages, sampling=self._sampling, max_tokens=self._max_tokens, stop=self._stop)
+        form = self._form if self._is_new else replace(self._form, tools=())  # told once, with the first turn
+        return session.generate(
+            messages, sampling=self._sampling, max_tokens=self._max_tokens, stop=self._stop, form=form
+        )
 
     def _obey(self, line: str) -> bool:
         match line:
@@ -201,6 +246,8 @@ class Conversation:
                 print_sessions(self._client.list_sessions(limit=20))
             case _ if line.split(maxsplit=1)[0] == "/image":
                 self._attach(line.removeprefix("/image").strip())
+            case _ if line.startswith("/result"):
+                self.give_result(line.removeprefix("/result").strip())
             case "/help":
                 self._view.note(HELP_TEXT)
             case _ if line.startswith("/"):
@@ -225,6 +272,8 @@ class Conversation:
             finished = self._follow(session.resume(turn.turn_id, from_index=turn.next_index))
             if not self._interactive:
                 raise
+        self._calls = list(finished.answer.tool_calls) if finished.answer else []
+        self._results.clear()
         if finished.reason is FinishReason.ERROR:
             raise TurnFailed(finished.error or "the turn failed", turn_code=finished.error_code)
 

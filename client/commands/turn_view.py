@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import click
 
@@ -17,6 +18,7 @@ from kvferry.client.sdk import (
     PrefixReport,
     Started,
     Token,
+    ToolCall,
     TurnEvent,
 )
 
@@ -52,11 +54,11 @@ class JsonView:
 
 
 class TextView:
-    """For people. Remarks are dimmed and never mix with the answer on stdout."""
+    """For people. Remarks and thinking are dimmed, on stderr, and never mix with the answer on stdout."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._in_line = False
+        self._in_line: Literal["", "content", "thinking"] = ""
         self._is_away = False
         self._placed: Placed | None = None
 
@@ -68,7 +70,7 @@ class TextView:
             case Started():
                 self._placed = None
             case Token():
-                self._write(event.text)
+                self._show_parts(event.reasoning, event.content, event.tool_calls)
             case Placed():
                 self._show_placed(event)
             case NodeLost():
@@ -79,20 +81,35 @@ class TextView:
                 self._is_away = True
                 self.note(f"{event.cause}; asking again from token {event.n_tokens} on, for {self._patience_s:g} s")
             case Finished():
-                self._write(event.tail_text)
+                self._show_parts(event.tail_reasoning, event.tail_content, event.tail_calls)
+                for text in event.answer.malformed_calls if event.answer else ():
+                    self.note(f"what should have been a call is none: {text.strip()}")
                 self.note(self._summary(event))
 
     def note(self, text: str) -> None:
         """A remark on a line of its own."""
-        if self._in_line:
-            click.echo()
-            self._in_line = False
+        self._end_line()
         click.secho(f"[{text}]", dim=True, err=True)
 
-    def _write(self, text: str) -> None:
-        if text:
-            click.echo(text, nl=False)
-            self._in_line = not text.endswith("\n")
+    def _show_parts(self, reasoning: str, content: str, calls: Sequence[ToolCall]) -> None:
+        if reasoning:
+            if self._in_line == "content":
+                self._end_line()
+            click.secho(reasoning, nl=False, dim=True, err=True)
+            self._in_line = "" if reasoning.endswith("\n") else "thinking"
+        if content:
+            if self._in_line == "thinking":
+                self._end_line()
+            click.echo(content, nl=False)
+            self._in_line = "" if content.endswith("\n") else "content"
+        for call in calls:
+            self._end_line()
+            click.echo(call_text(call))
+
+    def _end_line(self) -> None:
+        if self._in_line:
+            click.echo(err=self._in_line == "thinking")
+            self._in_line = ""
 
     def _show_placed(self, placed: Placed) -> None:
         self._placed = placed
@@ -107,6 +124,12 @@ class TextView:
             f"{where}{reuse}; {finished.n_answer_tokens} tokens in {finished.total_seconds:.1f} s, "
             f"first after {finished.first_token_seconds:.2f} s{pause}{_ENDINGS.get(finished.reason, '')}"
         )
+
+
+def call_text(call: ToolCall) -> str:
+    """As a program would write it: weather(city="Rome", days=2)."""
+    arguments = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items())
+    return f"{call.name}({', '.join(arguments)})"
 
 
 def reuse_text(prefix: PrefixReport) -> str:

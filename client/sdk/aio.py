@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self, Unpack
 
 from kvferry.client.errors import SessionExists, UnknownSession
 from kvferry.client.sdk import wire
 from kvferry.client.sdk.connection import Connection
+from kvferry.client.sdk.filling import request_of
+from kvferry.client.sdk.forms import FREE, AnswerForm
 from kvferry.client.sdk.retry import OnOutage, Patience
 from kvferry.client.sdk.turn import AsyncTurn
 from kvferry.client.sdk.values import (
@@ -20,9 +21,10 @@ from kvferry.client.sdk.values import (
     Message,
     NodeInfo,
     Sampling,
-    SamplingFields,
     SessionDetails,
     SessionInfo,
+    TurnFields,
+    with_fields,
 )
 from kvferry.proto.v1 import chat_pb2
 
@@ -79,7 +81,7 @@ class AsyncClient:
     async def create_session(self, session_id: str | None = None) -> AsyncSession:
         """A new conversation; without a name it gets one of its own."""
         wanted = session_id or self._new_id()
-        request = wire.request_of(chat_pb2.CreateSessionRequest, session_id=wanted)
+        request = request_of(chat_pb2.CreateSessionRequest, session_id=wanted)
         await self._connection.ask_once_done(self._connection.stub.CreateSession, request, done_already=SessionExists)
         return self.session(wanted)
 
@@ -93,7 +95,7 @@ class AsyncClient:
         page_token = ""
         while limit is None or len(found) < limit:
             page_size = PAGE_SIZE if limit is None else min(PAGE_SIZE, limit - len(found))
-            request = wire.request_of(chat_pb2.ListSessionsRequest, page_size=page_size, page_token=page_token)
+            request = request_of(chat_pb2.ListSessionsRequest, page_size=page_size, page_token=page_token)
             page = await self._connection.ask(self._connection.stub.ListSessions, request)
             found += [wire.session_of(session) for session in page.sessions]
             page_token = page.next_page_token
@@ -122,7 +124,7 @@ class AsyncSession:
 
     async def details(self) -> SessionDetails:
         """Its turns, and all tokens of the finished ones."""
-        request = wire.request_of(chat_pb2.GetSessionRequest, session_id=self.id)
+        request = request_of(chat_pb2.GetSessionRequest, session_id=self.id)
         response = await self._connection.ask(self._connection.stub.GetSession, request)
         return wire.session_details_of(response)
 
@@ -135,20 +137,29 @@ class AsyncSession:
         max_tokens: int = 0,
         stop: Sequence[str] = (),
         turn_id: str | None = None,
-        **fields: Unpack[SamplingFields],
+        form: AnswerForm = FREE,
+        **fields: Unpack[TurnFields],
     ) -> AsyncTurn:
         """Starts a turn with the new messages (a text: one message of the user) when the result is first iterated.
 
         ``images`` (files' bytes, or Image) stand in a text's message; in messages they have their own.
 
         Sampling comes as a value, as single fields (`temperature=0.8, seed=7`), or as a value with fields that replace
-        its own. max_tokens 0: to the end of the context. The same turn_id asked again is the same turn. Raises
-        InvalidSampling and InvalidRequest at once for values that no message can hold.
+        its own; so does the answer's form (`tools=[...]`, `thinking=False`, `format=JsonSchema({...})`).
+        max_tokens 0: to the end of the context. The same turn_id asked again is the same turn. Raises InvalidSampling,
+        InvalidRequest, InvalidTools and InvalidFormat at once for values that no message can hold.
         """
         turn_id = turn_id or self._new_id()
-        sampling = replace(sampling, **fields)
+        sampling, form = with_fields(sampling, form, fields)
         request = wire.generate_request(
-            self.id, turn_id, messages=messages, images=images, sampling=sampling, max_tokens=max_tokens, stop=stop
+            self.id,
+            turn_id,
+            messages=messages,
+            images=images,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            form=form,
         )
         return AsyncTurn(self._connection, self.id, turn_id, request)
 
@@ -158,7 +169,7 @@ class AsyncSession:
 
     async def cancel(self, turn_id: str) -> None:
         """Ends a turn; it keeps the tokens that came."""
-        request = wire.request_of(chat_pb2.CancelTurnRequest, session_id=self.id, turn_id=turn_id)
+        request = request_of(chat_pb2.CancelTurnRequest, session_id=self.id, turn_id=turn_id)
         await self._connection.ask(self._connection.stub.CancelTurn, request)
 
     async def fork(
@@ -169,7 +180,7 @@ class AsyncSession:
         With its first n_turns, or its first n_tokens, which may end inside an answer (None: all finished turns).
         """
         wanted = new_session_id or self._new_id()
-        request = wire.request_of(
+        request = request_of(
             chat_pb2.ForkSessionRequest, session_id=self.id, new_session_id=wanted, n_turns=n_turns, n_tokens=n_tokens
         )
         await self._connection.ask_once_done(self._connection.stub.ForkSession, request, done_already=SessionExists)
@@ -177,5 +188,5 @@ class AsyncSession:
 
     async def delete(self) -> None:
         """Forgets the conversation."""
-        request = wire.request_of(chat_pb2.DeleteSessionRequest, session_id=self.id)
+        request = request_of(chat_pb2.DeleteSessionRequest, session_id=self.id)
         await self._connection.ask_once_done(self._connection.stub.DeleteSession, request, done_already=UnknownSession)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvferry.client.sdk.forms import ParsedAnswer, ToolCall
+
 
 class FinishReason(StrEnum):
     """Why an answer ended."""
@@ -95,6 +97,10 @@ class Token:
     text: str
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
+    # What the text completed of the answer's parts: marks, and the newlines beside them, are in `text` alone.
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,11 @@ class Finished:
     n_placements: int
     error_code: str = ""
     error: str = ""
+    answer: ParsedAnswer | None = None
+    # What was held back of the answer's parts.
+    tail_content: str = ""
+    tail_reasoning: str = ""
+    tail_calls: tuple[ToolCall, ...] = ()
 
 
 TurnEvent = Started | Placed | Token | NodeLost | ConnectionLost | Finished

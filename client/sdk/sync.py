@@ -10,6 +10,7 @@ from typing import Any, Final, Self, TypeVar, Unpack
 
 from kvferry.client.sdk.aio import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncSession, new_uuid
 from kvferry.client.sdk.events import TurnEvent
+from kvferry.client.sdk.forms import FREE, AnswerForm
 from kvferry.client.sdk.retry import OnOutage
 from kvferry.client.sdk.turn import Answer, AsyncTurn
 from kvferry.client.sdk.values import (
@@ -19,9 +20,9 @@ from kvferry.client.sdk.values import (
     Message,
     NodeInfo,
     Sampling,
-    SamplingFields,
     SessionDetails,
     SessionInfo,
+    TurnFields,
 )
 
 T = TypeVar("T")
@@ -141,11 +142,19 @@ class Session:
         max_tokens: int = 0,
         stop: Sequence[str] = (),
         turn_id: str | None = None,
-        **fields: Unpack[SamplingFields],
+        form: AnswerForm = FREE,
+        **fields: Unpack[TurnFields],
     ) -> Turn:
         """See AsyncSession.generate."""
         turn = self._async.generate(
-            messages, images=images, sampling=sampling, max_tokens=max_tokens, stop=stop, turn_id=turn_id, **fields
+            messages,
+            images=images,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            turn_id=turn_id,
+            form=form,
+            **fields,
         )
         return Turn(self._loop, turn)
 

@@ -14,9 +14,11 @@ import grpc
 from kvferry.client.errors import ClientError, TurnExists, TurnFailed, Unavailable, map_rpc_error
 from kvferry.client.sdk.connection import Connection
 from kvferry.client.sdk.events import ConnectionLost, Finished, FinishReason, Token, TurnEvent
+from kvferry.client.sdk.filling import request_of
+from kvferry.client.sdk.forms import ParsedAnswer
 from kvferry.client.sdk.retry import Outage, backoff_of
 from kvferry.client.sdk.tracker import TurnTracker
-from kvferry.client.sdk.wire import event_of, request_of
+from kvferry.client.sdk.wire import event_of
 from kvferry.proto.v1 import chat_pb2
 
 _EventCall = (
@@ -33,6 +35,11 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     finished: Finished
+
+    @property
+    def parsed(self) -> ParsedAnswer:
+        """The answer in parts."""
+        return self.finished.answer or ParsedAnswer(self.text)
 
 
 class AsyncTurn:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, Self, TypedDict
+from typing import Any, Final, Self, TypedDict
 
 from kvferry.client.errors import InvalidImage
 from kvferry.client.sdk.events import FinishReason, Placed
+from kvferry.client.sdk.forms import AnswerForm, FormFields, ParsedAnswer, ToolCall
 
 MAX_IMAGE_BYTES: Final = 20 << 20
 """Of one file, as chat.proto has it; more is not even read."""
@@ -44,11 +45,17 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation; role is system, user or assistant."""
+    """One message of a conversation; role is system, user, assistant or tool.
+
+    An assistant's may have `reasoning` and `tool_calls`; a tool's may name the call whose result it is.
+    """
 
     role: str
     content: str
     images: tuple[Image, ...] = ()
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +88,17 @@ class SamplingFields(TypedDict, total=False):
     seed: int
     logprobs: bool
     top_logprobs: int
+
+
+class TurnFields(SamplingFields, FormFields, total=False):
+    """Everything that may be given as single keyword arguments."""
+
+
+def with_fields(sampling: Sampling, form: AnswerForm, fields: TurnFields) -> tuple[Sampling, AnswerForm]:
+    """Both with the fields that were given in place of their own. Raises TypeError for a name that neither has."""
+    of_form: dict[str, Any] = {name: value for name, value in fields.items() if name in FormFields.__annotations__}
+    of_sampling: dict[str, Any] = {name: value for name, value in fields.items() if name not in of_form}
+    return replace(sampling, **of_sampling), replace(form, **of_form)
 
 
 class TurnState(StrEnum):
@@ -130,6 +148,7 @@ class TurnInfo:
     n_prompt_tokens: int
     n_answer_tokens: int
     placements: tuple[Placed, ...]
+    parsed: ParsedAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)

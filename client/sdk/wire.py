@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Final, TypeVar
+from typing import Final
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as WireMessage
 
-from kvferry.client.errors import ClientError, InvalidRequest, InvalidSampling, RequestTooLarge
+from kvferry.client.errors import InvalidRequest, InvalidSampling, RequestTooLarge
 from kvferry.client.sdk.events import (
     Candidate,
     Finished,
@@ -21,6 +20,9 @@ from kvferry.client.sdk.events import (
     Token,
     TokenLogprob,
 )
+from kvferry.client.sdk.filling import request_of
+from kvferry.client.sdk.form_wire import answer_of, call_of, call_to_wire, form_to_wire, parts_of
+from kvferry.client.sdk.forms import FREE, AnswerForm
 from kvferry.client.sdk.values import (
     ClusterStatus,
     Image,
@@ -58,17 +60,6 @@ _NODE_STATES: Final = {
 }
 
 
-_BITS_OF: Final = {
-    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
-    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
-    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
-    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
-}
-_KIND_OF: Final = {FieldDescriptor.CPPTYPE_STRING: "a text", FieldDescriptor.CPPTYPE_BOOL: "True or False"}
-
-Wire = TypeVar("Wire", bound=WireMessage)
-
-
 def event_of(message: chat_pb2.TurnEvent) -> ServerEvent | None:
     """The event, or None for a kind that is newer than this client."""
     match message.WhichOneof("event"):
@@ -88,16 +79,21 @@ def event_of(message: chat_pb2.TurnEvent) -> ServerEvent | None:
 
 
 def _token_of(sequence: int, message: chat_pb2.TokenEvent) -> Token:
+    content, reasoning, calls = (message.text, "", ()) if message.is_content else parts_of(message.parts)
     return Token(
         sequence=sequence,
         token_id=message.token_id,
         text=message.text,
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple(TokenLogprob(t.token_id, t.logprob, t.text) for t in message.top_logprobs),
+        content=content,
+        reasoning=reasoning,
+        tool_calls=calls,
     )
 
 
 def _finished_of(message: chat_pb2.TurnFinished) -> Finished:
+    content, reasoning, calls = parts_of(message.tail_parts)
     return Finished(
         reason=_FINISH_REASONS.get(message.reason, FinishReason.UNKNOWN),
         n_prompt_tokens=message.n_prompt_tokens,
@@ -109,6 +105,10 @@ def _finished_of(message: chat_pb2.TurnFinished) -> Finished:
         n_placements=message.n_placements,
         error_code=message.error_code,
         error=message.error,
+        answer=answer_of(message.answer) if message.HasField("answer") else None,
+        tail_content=content,
+        tail_reasoning=reasoning,
+        tail_calls=calls,
     )
 
 
@@ -167,9 +167,12 @@ def generate_request(
     sampling: Sampling,
     max_tokens: int,
     stop: Sequence[str],
+    form: AnswerForm = FREE,
 ) -> chat_pb2.GenerateRequest:
-    """A turn's request; a plain text is one message of the user, with the images. Raises InvalidRequest and
-    InvalidSampling."""
+    """A turn's request; a plain text is one message of the user, with the images.
+
+    Raises InvalidRequest, InvalidSampling, InvalidTools, InvalidFormat.
+    """
     if isinstance(messages, str):
         messages = (Message("user", messages, tuple(i if isinstance(i, Image) else Image(i) for i in images)),)
     elif images:
@@ -184,6 +187,7 @@ def generate_request(
         sampling=sampling_to_wire(sampling),
         max_tokens=max_tokens,
         stop=stop,
+        **form_to_wire(form),
     )
     check_size(request)
     return request
@@ -195,36 +199,21 @@ def message_to_wire(message: Message) -> chat_pb2.ChatMessage:
         if not isinstance(image.data, bytes):
             raise InvalidRequest(f"an image's data cannot be {type(image.data).__name__}: it is the bytes of a file.")
     images = [request_of(chat_pb2.Image, data=image.data, at=image.at) for image in message.images]
-    return request_of(chat_pb2.ChatMessage, role=message.role, content=message.content, images=images)
+    return request_of(
+        chat_pb2.ChatMessage,
+        role=message.role,
+        content=message.content,
+        images=images,
+        reasoning=message.reasoning,
+        tool_calls=[call_to_wire(call) for call in message.tool_calls],
+        tool_call_id=message.tool_call_id,
+    )
 
 
 def sampling_to_wire(sampling: Sampling) -> common_pb2.SamplingSettings:
     """Only the fields that are set. Raises InvalidSampling for what the message cannot hold; the server checks more."""
     given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     return request_of(common_pb2.SamplingSettings, InvalidSampling, **given)
-
-
-def request_of(kind: type[Wire], refusal: type[ClientError] = InvalidRequest, **given: Any) -> Wire:
-    """A message with these fields; None leaves one unset.
-
-    Raises `refusal`, which names the field, its value and what it may be, for what the message cannot hold.
-    """
-    message = kind()
-    for name, value in given.items():
-        if value is None:
-            continue
-        try:
-            message.MergeFrom(kind(**{name: value}))
-        except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
-            raise refusal(f"{name} {_complaint(kind, name, value)}.") from error
-    for name, value in given.items():
-        if (
-            value is not None
-            and not kind.DESCRIPTOR.fields_by_name[name].is_repeated
-            and not isinstance(value, WireMessage)
-        ):
-            setattr(message, name, value)  # a value that equals the default must count as set where that is optional
-    return message
 
 
 def check_size(request: WireMessage) -> None:
@@ -235,25 +224,6 @@ def check_size(request: WireMessage) -> None:
             f"The request has {n_bytes:,} bytes; one request may have {MAX_MESSAGE_BYTES:,} ({MAX_MESSAGE_BYTES >> 20} "
             "MiB). Send a shorter message, smaller images, or several turns."
         )
-
-
-def _complaint(kind: type[WireMessage], name: str, value: Any) -> str:
-    field = kind.DESCRIPTOR.fields_by_name[name]
-    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
-        for text in value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(text, str):
-                return f"cannot be {text!r}: it is a text"
-            place = next((index for index, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
-            if place is not None:
-                return (
-                    f"is not valid Unicode: character {place + 1} is half of a surrogate pair, which is also what "
-                    "becomes of bytes that are not UTF-8"
-                )
-    bits = _BITS_OF.get(field.cpp_type)
-    if bits is None:
-        return f"cannot be {value!r}: it is {_KIND_OF.get(field.cpp_type, 'a number')}"
-    low, high = bits
-    return f"cannot be {value!r}: it is a whole number from {low} to {high}"
 
 
 def session_of(message: chat_pb2.Session) -> SessionInfo:
@@ -283,7 +253,14 @@ def session_details_of(message: chat_pb2.GetSessionResponse) -> SessionDetails:
 
 def _message_of(message: chat_pb2.ChatMessage) -> Message:
     images = (Image(b"", i.at, i.content_hash, i.width, i.height, i.n_tokens) for i in message.images)
-    return Message(message.role, message.content, tuple(images))
+    return Message(
+        message.role,
+        message.content,
+        tuple(images),
+        reasoning=message.reasoning if message.HasField("reasoning") else None,
+        tool_calls=tuple(call_of(call) for call in message.tool_calls),
+        tool_call_id=message.tool_call_id,
+    )
 
 
 def _turn_of(message: chat_pb2.Turn) -> TurnInfo:
@@ -296,6 +273,7 @@ def _turn_of(message: chat_pb2.Turn) -> TurnInfo:
         n_prompt_tokens=message.n_prompt_tokens,
         n_answer_tokens=message.n_answer_tokens,
         placements=tuple(placed_of(p) for p in message.placements),
+        parsed=answer_of(message.parsed) if message.HasField("parsed") else None,
     )
 
 

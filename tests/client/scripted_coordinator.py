@@ -54,8 +54,13 @@ def placed(node_id: str, epoch: int, first_index: int = 0, turn_id: str = TURN) 
 
 
 def token(index: int, turn_id: str = TURN) -> chat_pb2.TurnEvent:
-    event = chat_pb2.TokenEvent(token_id=100 + index, text=f"w{index} ")
+    event = chat_pb2.TokenEvent(token_id=100 + index, text=f"w{index} ", is_content=True)
     return chat_pb2.TurnEvent(turn_id=turn_id, sequence=index, token=event)
+
+
+def parts(index: int, text: str, *made: chat_pb2.AnswerPart) -> chat_pb2.TurnEvent:
+    event = chat_pb2.TokenEvent(token_id=100 + index, text=text, parts=made)
+    return chat_pb2.TurnEvent(turn_id=TURN, sequence=index, token=event)
 
 
 def tokens(start: int, stop: int) -> list[chat_pb2.TurnEvent]:
@@ -69,7 +74,8 @@ def node_lost(node_id: str, n_tokens: int) -> chat_pb2.TurnEvent:
 
 def finished(n_tokens: int, **fields: Any) -> chat_pb2.TurnEvent:
     fields.setdefault("reason", common_pb2.FINISH_REASON_END)
-    finish = chat_pb2.TurnFinished(n_answer_tokens=n_tokens, tail_text="!", **fields)
+    tail = [chat_pb2.AnswerPart(content="!")]
+    finish = chat_pb2.TurnFinished(n_answer_tokens=n_tokens, tail_text="!", tail_parts=tail, **fields)
     return chat_pb2.TurnEvent(turn_id=TURN, sequence=n_tokens, finished=finish)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 
 import pytest
 
 from kvferry.client.cli import SHORT_HELP
+from kvferry.proto.v1 import chat_pb2
 
-from .scripted_coordinator import Refuse, ScriptedCoordinator, finished, node_lost, placed, started, tokens
+from .scripted_coordinator import Refuse, ScriptedCoordinator, finished, node_lost, parts, placed, started, tokens
 
 
 async def kvferry(
@@ -77,6 +79,91 @@ async def test_chat_says_each_line_of_a_pipe_and_prints_only_answers_to_stdout(c
         [("system", "be brief"), ("user", "hello")],
         [("user", "and now?")],
     ]
+
+
+CALL = chat_pb2.ToolCall(id="turn-1.0", name="weather", arguments='{"city": "São Paulo", "days": [1, 2]}')
+
+
+async def test_chat_shows_thinking_apart_and_calls_readably(coordinator, env):
+    coordinator.echo_turn_id = True
+    answer = chat_pb2.ParsedAnswer(reasoning="Hm", content="Let me see", tool_calls=[CALL], malformed_calls=["{x"])
+    coordinator.scripts = [[
+        started(), placed("n1", 1),
+        parts(0, "<think>"), parts(1, "Hm", chat_pb2.AnswerPart(reasoning="Hm")),
+        parts(2, "...", chat_pb2.AnswerPart(content="Let me see")),
+        parts(3, "...", chat_pb2.AnswerPart(tool_call=CALL)),
+        finished(4, answer=answer),
+    ]]  # fmt: skip
+    code, out, err = await kvferry("chat", "-m", "hello", **env)
+    assert code == 0, err
+    assert out == 'Let me see\nweather(city="São Paulo", days=[1, 2])\n!\n'
+    assert "\nHm\n" in err
+    assert "what should have been a call is none: {x" in err
+
+
+async def test_chat_tells_the_model_of_tools_once_and_gives_it_results(coordinator, env, tmp_path):
+    coordinator.echo_turn_id = True
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}, {"name": "clock"}]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    second = chat_pb2.ToolCall(id="turn-1.1", name="clock", arguments="{}")
+    calls = chat_pb2.ParsedAnswer(tool_calls=[CALL, second])
+    coordinator.scripts = [[started(), placed("n1", 1), finished(0, answer=calls)]] + [[started(), finished(0)]] * 2
+    code, _, err = await kvferry(
+        "chat", "--tools", str(tmp_path / "tools.json"), "--no-thinking",
+        stdin="hello\n/result 25 C\n/result noon\n/result too much\nthanks\n", **env
+    )  # fmt: skip
+    assert code == 0, err
+    asked = [c for c in coordinator.calls if type(c).__name__ == "GenerateRequest"]
+    assert [[(m.role, m.content, m.tool_call_id) for m in c.messages] for c in asked] == [
+        [("user", "hello", "")],
+        [("tool", "25 C", "turn-1.0"), ("tool", "noon", "turn-1.1")],
+        [("user", "thanks", "")],
+    ]
+    assert [[tool.name for tool in c.tools] for c in asked] == [["weather", "clock"], [], []]
+    assert asked[0].tools[0].parameters == '{"type": "object"}'
+    assert [(c.HasField("thinking"), c.thinking) for c in asked] == [(True, False)] * 3
+    assert "[and clock()?]" in err
+    assert "[the last answer called no tool]" in err
+
+
+async def test_chat_asks_for_the_form_of_an_answer(coordinator, env, tmp_path):
+    coordinator.echo_turn_id = True
+    coordinator.scripts = [[started(), finished(0)]] * 5
+    (tmp_path / "s.json").write_text('{"type": "object"}')
+    (tmp_path / "t.json").write_text('[{"name": "f"}]')
+    tools = ["--tools", str(tmp_path / "t.json")]
+    for flags in (
+        ["--schema", str(tmp_path / "s.json"), "--thinking"], ["--regex", "a+"], ["--choice", "a", "--choice", "b"],
+        [*tools, "--call"], [*tools, "--call", "f"],
+    ):  # fmt: skip
+        code, _, err = await kvferry("chat", *flags, "-m", "hello", **env)
+        assert code == 0, err
+    asked = [c for c in coordinator.calls if type(c).__name__ == "GenerateRequest"]
+    assert [c.format.WhichOneof("format") for c in asked] == ["json_schema", "regex", "choices", None, None]
+    assert (asked[0].format.json_schema, asked[0].thinking, asked[1].format.regex) == ('{"type": "object"}', True, "a+")
+    assert [(c.tool_choice, c.tool_name) for c in asked[3:]] == [(1, ""), (1, "f")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--tools", "{}"], "holds no JSON list of tools"),
+        (["--tools", "[]"], "holds no JSON list of tools"),
+        (["--tools", "["], "is no JSON"),
+        (["--tools", '[{"x": 1}]'], "Tool 1 in .* has no name"),
+        (["--tools", '[{"name": "f", "parameters": 7}]'], "Tool 1 in .* parameters that are no JSON schema"),
+        (["--schema", "[]"], "holds no JSON object"),
+        (["--regex", "a", "--choice", "b"], "use one of them"),
+    ],
+)
+async def test_a_file_of_tools_that_is_none_is_a_usage_error(coordinator, env, tmp_path, flags, sentence):
+    if flags[0] in {"--tools", "--schema"}:
+        (tmp_path / "file.json").write_text(flags[1])
+        flags = [flags[0], str(tmp_path / "file.json")]
+    code, _, err = await kvferry("chat", *flags, "-m", "hello", **env)
+    assert code == 2
+    assert re.search(sentence, err), err
+    assert coordinator.calls == []
 
 
 async def test_chat_tells_of_a_node_that_died(coordinator, env):

@@ -6,17 +6,24 @@ import asyncio
 
 import pytest
 
-from kvferry.client.errors import InvalidSampling, NoNode, UnknownTurn
+from kvferry.client.errors import InvalidFormat, InvalidSampling, InvalidTools, NoNode, UnknownTurn
 from kvferry.client.sdk import (
+    AnswerForm,
     AsyncClient,
     BrokenSequence,
+    Choices,
     ConnectionLost,
     Finished,
     FinishReason,
+    JsonObject,
+    JsonSchema,
     NodeLost,
+    ParsedAnswer,
     Placed,
     Started,
     Token,
+    Tool,
+    ToolCall,
     TurnFailed,
     Unavailable,
 )
@@ -31,6 +38,7 @@ from .scripted_coordinator import (
     ScriptedCoordinator,
     finished,
     node_lost,
+    parts,
     placed,
     started,
     token,
@@ -59,7 +67,7 @@ async def test_an_undisturbed_turn_arrives_as_it_was_sent(coordinator):
     assert [type(e) for e in events] == [Started, Placed, Token, Token, NodeLost, Placed, Token, Finished]
     assert events[0] == Started(7, 3)
     assert (events[1].node_id, events[1].prefix.n_resident, events[1].candidates[0].reason) == ("n1", 3, "the only one")
-    assert events[2] == Token(0, 100, "w0 ")
+    assert events[2] == Token(0, 100, "w0 ", content="w0 ")
     assert events[4].n_tokens == 2
     assert events[-1].reason is FinishReason.END
 
@@ -80,6 +88,60 @@ async def test_the_request_carries_all_that_was_asked_for(coordinator):
             stop=["x"],
         )
     ]
+
+
+async def test_tools_thinking_and_the_form_of_the_answer_travel(coordinator):
+    coordinator.scripts = [[finished(0)]] * 4
+    tool = Tool("f", "does", {"type": "object"})
+    call = ToolCall("f", {"ä": 1}, "id")
+    async with client_of(coordinator) as client:
+        session = client.session("s")
+        await session.generate("hi", tools=[tool], must_call="f", thinking=False, temperature=1.0).collect()
+        form = AnswerForm(format=JsonSchema({"type": "object"}), thinking=True)
+        history = [
+            Message("assistant", "", reasoning="hm", tool_calls=(call,)),
+            Message("tool", "25", tool_call_id="id"),
+        ]
+        await session.generate(history, form=form).collect()
+        await session.generate("hi", form=form, format=Choices(["a", "b"]), must_call=True).collect()
+        await session.generate("hi", format=JsonObject()).collect()
+        with pytest.raises(InvalidFormat, match="cannot be written as JSON"):
+            session.generate("hi", format=JsonSchema({"a": {1, 2}}))
+        with pytest.raises(InvalidTools, match="half of a surrogate pair"):
+            session.generate("hi", tools=[Tool("f", "\ud800")])
+    first, second, third, fourth = coordinator.calls
+    assert list(first.tools) == [chat_pb2.Tool(name="f", description="does", parameters='{"type": "object"}')]
+    assert (first.tool_choice, first.tool_name) == (chat_pb2.TOOL_CHOICE_REQUIRED, "f")
+    assert (first.HasField("thinking"), first.thinking, first.sampling.temperature) == (True, False, 1.0)
+    assert not first.HasField("format")
+    assert second.messages[0] == chat_pb2.ChatMessage(
+        role="assistant", reasoning="hm", tool_calls=[chat_pb2.ToolCall(id="id", name="f", arguments='{"ä": 1}')]
+    )
+    assert second.messages[1] == chat_pb2.ChatMessage(role="tool", content="25", tool_call_id="id")
+    assert (second.thinking, second.format.json_schema, second.tool_choice) == (True, '{"type": "object"}', 0)
+    assert list(third.format.choices.texts) == ["a", "b"]
+    assert (third.tool_choice, third.tool_name) == (chat_pb2.TOOL_CHOICE_REQUIRED, "")
+    assert fourth.format.json_object
+    assert not fourth.HasField("thinking")
+
+
+async def test_an_answer_comes_in_parts(coordinator):
+    call = chat_pb2.ToolCall(id="turn-1.0", name="f", arguments='{"x": [1]}')
+    answer = chat_pb2.ParsedAnswer(reasoning="Hm.", content="Well!", tool_calls=[call], malformed_calls=["{"])
+    coordinator.scripts = [[
+        started(), placed("n1", 1),
+        parts(0, "<think>"),
+        parts(1, "Hm.</think>\n\nW", chat_pb2.AnswerPart(reasoning="Hm."), chat_pb2.AnswerPart(content="W")),
+        parts(2, "ell<tool_call>...", chat_pb2.AnswerPart(content="ell"), chat_pb2.AnswerPart(tool_call=call)),
+        finished(3, answer=answer),
+    ]]  # fmt: skip
+    events = await events_of(coordinator)
+    made = ToolCall("f", {"x": [1]}, "turn-1.0")
+    assert [(e.content, e.reasoning, e.tool_calls) for e in events[2:5]] == [
+        ("", "", ()), ("W", "Hm.", ()), ("ell", "", (made,)),
+    ]  # fmt: skip
+    assert events[-1].tail_content == "!"
+    assert events[-1].answer == ParsedAnswer("Well!", "Hm.", (made,), ("{",))
 
 
 async def test_a_broken_stream_is_resumed_from_the_first_token_that_is_missing(coordinator):
