@@ -117,6 +117,10 @@ class KvPool:
         with self._lock:
             self._references[blocks] += 1
 
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one sequence holds the block."""
+        return bool(self._references[block] > 1)
+
     def release(self, blocks: list[int]) -> None:
         with self._lock:
             for block in blocks:
@@ -253,6 +257,27 @@ class KvSequence:
         self._pool.share(shared)
         self._pool.release(own)
         self._blocks[:n_full] = shared
+        self._table = np.array(self._blocks, dtype=np.int32)
+        self._n_rows = n_rows
+
+    def truncate(self, n_rows: int) -> None:
+        """Only the first ``n_rows`` rows count from now on; blocks behind them go back to the pool.
+
+        A block that others share is never written to: where the last one is, its rows are copied into one of its own
+        (raises OutOfKvMemory when there is none, and changes nothing).
+        """
+        self._check_alive()
+        if not 0 <= n_rows <= self._n_rows:
+            raise ValueError(f"cannot truncate to {n_rows} rows: {self._n_rows} count")
+        n_kept, last = -(-n_rows // KV_BLOCK), n_rows // KV_BLOCK
+        dropped = self._blocks[n_kept:]
+        if n_rows % KV_BLOCK and self._pool.is_shared(self._blocks[last]):
+            (copied,) = self._pool.allocate(1)
+            self._pool.tiles[copied] = self._pool.tiles[self._blocks[last]]
+            dropped.append(self._blocks[last])
+            self._blocks[last] = copied
+        del self._blocks[n_kept:]
+        self._pool.release(dropped)
         self._table = np.array(self._blocks, dtype=np.int32)
         self._n_rows = n_rows
 

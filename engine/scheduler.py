@@ -10,7 +10,7 @@ A job waits in the queue for a place, for memory, and for another job that is co
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, Literal, Protocol
@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.engine import Chunk
 from kvferry.engine.errors import EngineError, OutOfKvMemory
+from kvferry.engine.jobs import Counters, Finish, Job, Running, StepOutput, out_of_memory, plan_rows
 from kvferry.engine.kv_cache import KvPool, KvSequence
 from kvferry.engine.pacing import StepPacer
-from kvferry.engine.sampling import SampledToken, SamplingSettings
 from kvferry.engine.sharing import PrefixShare
-from kvferry.engine.token_rule import TokenRule, draw_token
-from kvferry.engine.vision.placed import Images
-from kvferry.engine.vision.sight import SeenPrompt
+from kvferry.engine.speculation import Ask, Speculator
+from kvferry.engine.token_rule import draw_token
+
+__all__ = ["BatchEngine", "Counters", "Finish", "Job", "Room", "Scheduler", "StepOutput", "plan_rows"]
 
 ROW_BUDGET: Final = 256
 """Rows of one step while nobody decodes: the kernels gain nothing beyond, and a stop takes effect between two steps."""
@@ -38,7 +39,6 @@ PREFILL_ROWS_BESIDE_DECODES: Final = 64
 MAX_RUNNING: Final = 16
 """Jobs in one batch; the others wait in the queue."""
 
-Finish = Literal["end", "length"]
 Room = Literal["free", "later", "never"]
 """What came of asking for memory: it is there, it comes when somebody else lets go of it, or there is none to be
 had."""
@@ -63,118 +63,6 @@ class BatchEngine(Protocol):
         """Append each chunk's rows to its sequence; return the logits each asked for, float32 [n, vocab]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One answer to be generated.
-
-    `sequence` holds the rows of a prefix of `token_ids`, at most all but one of them, and belongs to the scheduler
-    until the job ends. `token_ids` are the prompt's `n_prompt_tokens` and then the answer tokens that exist already;
-    `max_tokens` counts those too. Jobs of a higher `priority` go first, and among equals those that arrived earlier, by
-    any measure of `arrival`. `seen`: of a sequence with images, with the features of those whose rows are not there.
-    `rule` has been told the answer tokens that exist already.
-    """
-
-    job_id: str
-    sequence: KvSequence
-    token_ids: Sequence[int] | NDArray[np.int32]
-    n_prompt_tokens: int
-    sampling: SamplingSettings
-    max_tokens: int
-    end_token_ids: Collection[int]
-    priority: int = 0
-    arrival: int = 0
-    seen: SeenPrompt | None = None
-    rule: TokenRule | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
-    """What one step did for one job. With `finish` or `error` set, the job has left the scheduler."""
-
-    job_id: str
-    n_rows: int  # rows computed in this step
-    n_shared: int = 0  # rows taken over from others since it was submitted
-    token: SampledToken | None = None
-    token_index: int = 0  # of `token` in the answer, from 0
-    finish: Finish | None = None
-    error: EngineError | None = None
-
-
-@dataclass(slots=True)
-class _Running:
-    job: Job
-    serial: int
-    tokens: NDArray[np.int32]  # [capacity]: the first n_tokens are the sequence so far
-    n_tokens: int
-    n_first_tokens: int  # it came with
-    n_first_rows: int
-    share: PrefixShare
-    is_decoding: bool = False
-    n_shared: int = 0
-    n_ended_at_look: int = -1  # jobs that had ended when it last looked for rows outside
-
-    @property
-    def sequence(self) -> KvSequence:
-        return self.job.sequence
-
-    @property
-    def priority(self) -> int:
-        return self.job.priority
-
-    @property
-    def first_tokens(self) -> NDArray[np.int32]:
-        return self.tokens[: self.n_first_tokens]
-
-    @property
-    def images(self) -> Images:
-        return () if self.job.seen is None else self.job.seen.images
-
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        """The order of the queue."""
-        return -self.job.priority, self.job.arrival, self.serial
-
-    @property
-    def n_pending_rows(self) -> int:
-        return self.n_tokens - self.job.sequence.n_rows
-
-    def finish_before(self, context_length: int) -> Finish | None:
-        """Why no further token is due, or None."""
-        n_answer = self.n_tokens - self.job.n_prompt_tokens
-        if n_answer > 0 and int(self.tokens[self.n_tokens - 1]) in self.job.end_token_ids:
-            return "end"
-        return "length" if n_answer >= self.job.max_tokens or self.n_tokens >= context_length else None
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start."""
-
-    n_steps: int = 0
-    n_rows_prefilled: int = 0
-    n_tokens_generated: int = 0
-    n_rows_shared: int = 0
-    n_jobs_ended: int = 0
-
-
-def plan_rows(
-    pending: Sequence[int], is_decoding: Sequence[bool], priorities: Sequence[int], n_prefill_rows: int
-) -> list[int]:
-    """Rows of the next step for each job: one for every decode, and n_prefill_rows shared among the prefills.
-
-    `pending[i]` (>= 1) is what job i still lacks. The highest priority takes what it wants first. Within one the plan
-    is max-min fair: no prefill gets more while another that wants more has less.
-    """
-    rows = [1 if decoding else 0 for decoding in is_decoding]
-    left = n_prefill_rows
-    for priority in sorted(set(priorities), reverse=True):
-        prefills = sorted((n, i) for i, n in enumerate(pending) if not is_decoding[i] and priorities[i] == priority)
-        for rank, (n, i) in enumerate(prefills):
-            rows[i] = min(n, -(-left // (len(prefills) - rank)))
-            left -= rows[i]
-    return rows
-
-
 @dataclass(slots=True)
 class Scheduler:
     """Runs jobs to their ends, step by step. Not thread-safe: one thread calls everything, the one that owns the
@@ -183,7 +71,8 @@ class Scheduler:
     `make_room(n_blocks)` is asked when the pool is short of that many blocks. When none can be had, the least important
     job is ended with OutOfKvMemory (of equals the one that came last), so that the others go on. `find_rows(job)` is
     asked before a job gets its place: a sequence that has more of its rows by now, and how many (whole blocks).
-    `clock`, in seconds, lets a pacer choose how many prefill rows a step takes; no bit depends on it.
+    `clock`, in seconds, lets a pacer choose how many prefill rows a step takes; `speculator` proposes tokens to jobs
+    that decode while no prompt is computed. No bit depends on either.
     """
 
     engine: BatchEngine
@@ -194,9 +83,10 @@ class Scheduler:
     find_rows: Callable[[Job], tuple[KvSequence, int] | None] = lambda _: None
     clock: Callable[[], float] | None = None
     pacer: StepPacer = field(default_factory=StepPacer)
+    speculator: Speculator | None = None
     counters: Counters = field(default_factory=Counters)
-    _queue: list[_Running] = field(default_factory=list)  # by rank
-    _running: list[_Running] = field(default_factory=list)  # in order of admission
+    _queue: list[Running] = field(default_factory=list)  # by rank
+    _running: list[Running] = field(default_factory=list)  # in order of admission
     _serials: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
@@ -228,7 +118,7 @@ class Scheduler:
         n_more = max(job.max_tokens - (n - job.n_prompt_tokens), 0)
         tokens = np.empty(n + min(n_more, self.engine.context_length), dtype=np.int32)
         tokens[:n] = job.token_ids
-        waiting = _Running(
+        waiting = Running(
             job=job,
             serial=next(self._serials),
             tokens=tokens,
@@ -255,12 +145,14 @@ class Scheduler:
         if batch:
             began_at = self.clock() if self.clock else 0.0
             n_decodes = sum(running.is_decoding for running, _ in batch)
-            logits = self.engine.forward([self._chunk(running, n) for running, n in batch])
+            n_prefill_rows = sum(n for _, n in batch) - n_decodes
+            n_guessed = 0 if n_prefill_rows else self._guess([running for running, _ in batch])
+            logits = self.engine.forward([running.chunk(n) for running, n in batch])
             self.counters.n_steps += 1
-            outputs += [self._advance(running, n, rows) for (running, n), rows in zip(batch, logits, strict=True)]
+            for (running, n), rows in zip(batch, logits, strict=True):
+                outputs += self._advance(running, n, rows)
             if self.clock:
-                n_prefill_rows = sum(n for _, n in batch) - n_decodes
-                self.pacer.learn(n_decodes, n_prefill_rows, self.clock() - began_at)
+                self._learn(n_decodes, n_prefill_rows, n_guessed, self.clock() - began_at)
         return outputs + shed
 
     def _admit(self) -> list[StepOutput]:
@@ -273,14 +165,14 @@ class Scheduler:
             room = self._reserve(waiting.sequence, waiting.n_tokens)
             if room == "never" and not self._running:
                 self._leave(waiting, self._queue)
-                return [_out_of_memory(waiting)]
+                return [out_of_memory(waiting)]
             if room != "free":
                 break  # it waits for those that run to end, or for memory that is on its way
             self._queue.remove(waiting)
             self._running.append(waiting)
         return []
 
-    def _waits_for_rows(self, waiting: _Running) -> bool:
+    def _waits_for_rows(self, waiting: Running) -> bool:
         """Take over the rows that exist by now; True when a running job is computing more of them."""
         is_waiting = waiting.share.take(waiting, self._running)
         if not is_waiting and waiting.n_ended_at_look != self.counters.n_jobs_ended:
@@ -293,9 +185,11 @@ class Scheduler:
         waiting.n_shared = n_shared
         return is_waiting
 
-    def _leave(self, running: _Running, jobs: list[_Running]) -> None:
+    def _leave(self, running: Running, jobs: list[Running]) -> None:
         jobs.remove(running)
         self.counters.n_jobs_ended += 1
+        if self.speculator is not None:
+            self.speculator.proposer.forget(running.serial)
 
     def _end_complete_jobs(self) -> list[StepOutput]:
         """Jobs whose answer was complete on arrival (a failover right after the last token)."""
@@ -309,7 +203,7 @@ class Scheduler:
                 )
         return outputs
 
-    def _plan(self) -> list[tuple[_Running, int]]:
+    def _plan(self) -> list[tuple[Running, int]]:
         rows = plan_rows(
             [r.n_pending_rows for r in self._running],
             [r.is_decoding for r in self._running],
@@ -326,12 +220,12 @@ class Scheduler:
             return min(most, self.pacer.rows(n_decodes))
         return min(most, self.prefill_rows_beside_decodes) if n_decodes else most
 
-    def _secure_memory(self, plan: list[tuple[_Running, int]]) -> tuple[list[tuple[_Running, int]], list[StepOutput]]:
+    def _secure_memory(self, plan: list[tuple[Running, int]]) -> tuple[list[tuple[Running, int]], list[StepOutput]]:
         """The jobs of the plan that hold blocks for their rows, oldest first, and the one that had to go.
 
         Those that could have no blocks yet are left out and asked again at the next step.
         """
-        batch: list[tuple[_Running, int]] = []
+        batch: list[tuple[Running, int]] = []
         for running, n in plan:
             room = self._reserve(running.sequence, running.sequence.n_rows + n)
             if room == "free":
@@ -339,7 +233,7 @@ class Scheduler:
             elif room == "never":
                 least = max(self._running, key=lambda other: other.rank)
                 self._leave(least, self._running)
-                return [(other, n) for other, n in batch if other is not least], [_out_of_memory(least)]
+                return [(other, n) for other, n in batch if other is not least], [out_of_memory(least)]
         return batch, []
 
     def _reserve(self, sequence: KvSequence, n_rows: int) -> Room:
@@ -355,24 +249,63 @@ class Scheduler:
                 return "free"
         return "later"  # another thread took what was made free
 
-    def _chunk(self, running: _Running, n_rows: int) -> Chunk:
-        start, seen = running.sequence.n_rows, running.job.seen
-        stop = start + n_rows
-        return Chunk(
-            sequence=running.sequence,
-            token_ids=running.tokens[start:stop],
-            logits="last" if stop == running.n_tokens else "none",
-            sight=None if seen is None else seen.sight(start, stop),
-        )
+    def _guess(self, decoding: list[Running]) -> int:
+        """Put proposals behind the tokens of jobs that decode; returns how many this step verifies."""
+        if self.speculator is None:
+            return 0
+        asks = [
+            Ask(r.serial, r.tokens[: r.n_tokens], r.n_tokens_to_come(self.engine.context_length) - 1, r.job.sampling)
+            for r in decoding
+        ]
+        proposed, lengths = self.speculator.propose(asks, [running.guesses for running in decoding])
+        for running, tokens, length in zip(decoding, proposed, lengths, strict=True):
+            running.put_guesses(tokens, length if self._has_room(running, length) else 0)
+        n_guessed = sum(running.n_guessed for running in decoding)
+        self.counters.n_tokens_proposed += n_guessed
+        return n_guessed
 
-    def _advance(self, running: _Running, n_rows: int, logits: NDArray[np.float32]) -> StepOutput:
-        """Draw the token when the job's last row was computed."""
+    def _has_room(self, running: Running, n_guesses: int) -> bool:
+        """Hold blocks for proposals, unless they might be missed elsewhere."""
+        n_missing = running.sequence.n_missing_blocks(running.n_tokens + n_guesses)
+        if n_missing + self.n_running > self.engine.pool.n_free_blocks:
+            return n_missing == 0
+        return self._reserve(running.sequence, running.n_tokens + n_guesses) == "free"
+
+    def _learn(self, n_decodes: int, n_prefill_rows: int, n_guessed: int, seconds: float) -> None:
+        if self.speculator is not None and not n_prefill_rows:
+            self.speculator.learn(n_decodes, n_guessed, seconds)
+        if not n_guessed:
+            self.pacer.learn(n_decodes, n_prefill_rows, seconds)
+
+    def _advance(self, running: Running, n_rows: int, logits: NDArray[np.float32]) -> list[StepOutput]:
+        """Draw the tokens whose logits were computed: one for the job's last row, and one more for each proposal as
+        long as the one before was what was drawn."""
         self.counters.n_rows_prefilled += 0 if running.is_decoding else n_rows
-        job, position, n_shared = running.job, running.n_tokens, running.n_shared
         if running.n_pending_rows > 0:
-            return StepOutput(job_id=job.job_id, n_rows=n_rows, n_shared=n_shared)
+            return [StepOutput(job_id=running.job.job_id, n_rows=n_rows, n_shared=running.n_shared)]
+        guessed = running.take_guesses()
+        outputs: list[StepOutput] = []
+        n_right, was_wrong = 0, False
+        for row in logits:
+            output = self._draw(running, row, n_rows)
+            outputs.append(output)
+            if output.token is not None and n_right < len(guessed):
+                was_wrong = output.token.token_id != guessed[n_right]
+                n_right += not was_wrong
+            if was_wrong or output.finish is not None or output.error is not None:
+                break
+        if len(guessed):
+            running.guesses.learn(n_right, was_wrong=was_wrong)
+        if len(logits) > 1:
+            self.counters.n_tokens_accepted += n_right
+            running.sequence.truncate(running.n_tokens - (outputs[-1].error is None))  # the rows of plain decoding
+        return outputs
+
+    def _draw(self, running: Running, logits: NDArray[np.float32], n_rows: int) -> StepOutput:
+        """The job's next token, from one row of logits."""
+        job, position, n_shared = running.job, running.n_tokens, running.n_shared
         try:
-            token = draw_token(logits[-1], running.tokens[:position], job.sampling, job.rule)
+            token = draw_token(logits, running.tokens[:position], job.sampling, job.rule)
         except EngineError as error:  # no finite logit, or a rule too complex: the others are not to blame
             self._leave(running, self._running)
             return StepOutput(job_id=job.job_id, n_rows=n_rows, n_shared=n_shared, error=error)
@@ -387,11 +320,3 @@ class Scheduler:
         return StepOutput(
             job_id=job.job_id, n_rows=n_rows, n_shared=n_shared, token=token, token_index=index, finish=finish
         )
-
-
-def _out_of_memory(running: _Running) -> StepOutput:
-    error = OutOfKvMemory(
-        f"no key/value memory is left for this turn at {running.n_tokens} tokens beside the others; "
-        "try another node, or give this one more --kv-memory"
-    )
-    return StepOutput(job_id=running.job.job_id, n_rows=0, n_shared=running.n_shared, error=error)

@@ -130,6 +130,45 @@ def test_an_empty_pool_says_so_and_changes_nothing(pool):
         KvPool(GEOMETRY, GEOMETRY.block_bytes - 1)
 
 
+def test_rows_behind_a_cut_are_gone_and_their_blocks_free(pool):
+    sequence = KvSequence(pool)
+    fill(sequence, 0, 100, seed=1)
+    sequence.truncate(40)
+    assert (sequence.n_rows, sequence.n_blocks, pool.n_free_blocks) == (40, 2, 4)
+    fill(sequence, 40, 10, seed=2)
+    assert np.array_equal(read(sequence, 0, 0, 40)[0], rows(100, 1)[:40])
+    assert np.array_equal(read(sequence, 0, 40, 50)[0], rows(10, 2))
+    sequence.truncate(0)
+    assert (sequence.n_rows, pool.n_free_blocks) == (0, 6)
+    with pytest.raises(ValueError, match="truncate"):
+        sequence.truncate(1)
+
+
+def test_a_cut_leaves_the_blocks_of_others_as_they_are(pool):
+    sequence = KvSequence(pool)
+    fill(sequence, 0, 70, seed=1)
+    fork = sequence.fork(64)
+    fork.truncate(40)
+    fill(fork, 40, 24, seed=2)
+    assert np.array_equal(read(sequence, 1, 0, 70)[1], rows(70, 102))
+    assert np.array_equal(read(fork, 1, 0, 40)[1], rows(70, 102)[:40])
+    fork.truncate(32)  # at a block's edge: nothing has to be copied
+    assert pool.n_free_blocks == 3
+    fork.release()
+    sequence.release()
+    assert pool.n_free_blocks == 6
+
+
+def test_a_cut_into_a_shared_block_without_a_free_one_changes_nothing(pool):
+    sequence = KvSequence(pool)
+    fill(sequence, 0, 64, seed=1)
+    fork = sequence.fork(64)
+    KvSequence(pool).reserve(4 * 32)
+    with pytest.raises(OutOfKvMemory):
+        fork.truncate(40)
+    assert (fork.n_rows, fork.n_blocks) == (64, 2)
+
+
 def test_a_released_sequence_is_of_no_use(pool):
     sequence = KvSequence(pool)
     sequence.release()
