@@ -62,6 +62,7 @@ def as_lines(status: worker_pb2.GetNodeStatusResponse) -> list[tuple[str, str]]:
             "snapshots",
             f"{load.snapshots_published} published, {load.snapshots_failed} failed, {load.snapshots_refused} refused",
         ),
+        ("restored rows", f"{load.blocks_audited} blocks computed again, {load.blocks_wrong} wrong"),
     ]
 
 

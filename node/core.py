@@ -18,6 +18,7 @@ from kvferry.engine.scheduler import Job, Scheduler, StepOutput
 from kvferry.engine.vision.placed import Images, common_prefix
 from kvferry.engine.vision.sight import SeenPrompt
 from kvferry.engine.vision.tower import Features
+from kvferry.node.audit import RestoreAudit
 from kvferry.node.errors import StaleEpoch, StoreDown
 from kvferry.node.load import NodeView, Totals
 from kvferry.node.memory import RowMemory
@@ -44,6 +45,7 @@ class NodeCore:
         clock: Callable[[], float],
         post: Callable[[Turn, Event], None],
         vision: VisionPort | None = None,
+        audit: RestoreAudit | None = None,
     ) -> None:
         self.totals = Totals()
         self._scheduler = scheduler
@@ -53,6 +55,7 @@ class NodeCore:
         self._clock = clock
         self._post = post
         self._vision = vision
+        self._audit = audit
         self._runs: dict[int, Run] = {}  # by run id
         self._restoring: list[Restoring] = []
         self._n_requests = 0
@@ -67,6 +70,15 @@ class NodeCore:
         )
         scheduler.make_room = self.memory.make_room
         scheduler.find_rows = self._find_rows
+
+    def audit(self) -> None:
+        """In idle time: compute some restored rows again, and let go of those that are wrong."""
+        if self._audit is None:
+            return
+        wrong = self._audit.look(self.memory.sessions)
+        self.totals.blocks_audited, self.totals.blocks_wrong = self._audit.n_audited, self._audit.n_wrong
+        if wrong is not None:
+            self.memory.drop(wrong)
 
     @property
     def has_work(self) -> bool:
@@ -315,6 +327,7 @@ class NodeCore:
             run.sequence.release()
             run.sequence, run.snapshot = done.sequence, done.snapshot
             run.n_resident, run.n_restored, run.n_published = 0, done.sequence.n_rows, done.sequence.n_rows
+            self._note_restored(run.session_id, done)
         self._look(run)
 
     def _keep_restored(self, waiting: Restoring, done: RestoreDone) -> None:
@@ -324,9 +337,14 @@ class NodeCore:
             images = waiting.request.images
             kept = Resident(waiting.session_id, waiting.token_ids[:n_rows], done.sequence, n_rows, images=images)
             self.memory.keep(kept)
+            self._note_restored(waiting.session_id, done)
             prefix = dataclasses.replace(prefix, n_resident=0, n_restored=n_rows, snapshot=done.snapshot)
         seconds = self._clock() - waiting.asked_at
         waiting.reply.ok(dataclasses.replace(prefix, restore_seconds=seconds, refused_snapshots=done.refused))
+
+    def _note_restored(self, session_id: str, done: RestoreDone) -> None:
+        if self._audit is not None and done.sequence is not None:
+            self._audit.note(session_id, done.sequence.n_rows, done.snapshot)
 
     # Sessions.
 

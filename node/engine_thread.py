@@ -96,8 +96,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._ending:
-                for command in self._take_commands():
+                commands = self._take_commands()
+                for command in commands:
                     self._handle(command)
+                if not (commands or self._core.has_work or self._core.waits_for_rows):
+                    self._core.audit()
                 self._core.abandon_late_restores()
                 self._flush()  # what was begun is seen, should the step hang
                 self._progressed = self._core.step() if self._core.has_work else True

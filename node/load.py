@@ -52,6 +52,8 @@ class Totals:
     snapshots_published: int = 0
     snapshots_failed: int = 0
     snapshots_refused: int = 0
+    blocks_audited: int = 0
+    blocks_wrong: int = 0
     prefill_rate: Rate = field(default_factory=Rate)
     decode_rate: Rate = field(default_factory=Rate)
     restore_rate: Rate = field(default_factory=Rate)

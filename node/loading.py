@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.engine.config import VisionConfig
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.errors import UnsupportedArchitecture
 from kvferry.engine.files.resolve import resolve_model
-from kvferry.engine.kv_cache import KvKind
+from kvferry.engine.kv_cache import KvKind, KvSequence
 from kvferry.engine.pacing import StepPacer
 from kvferry.engine.sampling import warm_up
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.selftest import self_test
 from kvferry.engine.text.model import TextModel
 from kvferry.engine.vision.positions import Grid
+from kvferry.node.audit import RestoreAudit
 from kvferry.node.config import NodeConfig
 from kvferry.node.core import NodeCore
 from kvferry.node.engine_thread import EngineThread
@@ -179,10 +182,18 @@ def _make_engine_thread(
             clock=time.monotonic,
             post=post,
             vision=vision,
+            audit=_audit_of(engine),
         ),
         loop,
         on_fatal,
     )
+
+
+def _audit_of(engine: Engine) -> RestoreAudit:
+    def compute(sequence: KvSequence, token_ids: NDArray[np.int32]) -> None:
+        engine.forward([Chunk(sequence, token_ids, "none")])
+
+    return RestoreAudit(compute, engine.geometry, time.monotonic, random.Random())  # noqa: S311 - not a secret
 
 
 def _identity(

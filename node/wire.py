@@ -204,5 +204,7 @@ def load_message(view: NodeView, totals: Totals, store_error: str, store_id: str
         snapshots_published=totals.snapshots_published,
         snapshots_failed=totals.snapshots_failed,
         snapshots_refused=totals.snapshots_refused,
+        blocks_audited=totals.blocks_audited,
+        blocks_wrong=totals.blocks_wrong,
         store_id=store_id,
     )

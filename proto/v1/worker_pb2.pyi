@@ -476,6 +476,8 @@ class NodeLoad(_message.Message):
     SNAPSHOTS_FAILED_FIELD_NUMBER: _builtins.int
     SNAPSHOTS_REFUSED_FIELD_NUMBER: _builtins.int
     STORE_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_AUDITED_FIELD_NUMBER: _builtins.int
+    BLOCKS_WRONG_FIELD_NUMBER: _builtins.int
     n_running: _builtins.int
     n_queued: _builtins.int
     kv_bytes_used: _builtins.int
@@ -496,6 +498,9 @@ class NodeLoad(_message.Message):
     snapshots_refused: _builtins.int
     store_id: _builtins.str
     """Of the store's root (kvferry.store.identity); empty while it is not known, or when there is no store."""
+    blocks_audited: _builtins.int
+    """Blocks of restored rows that were computed again in idle time, and those whose bits differed: an alarm."""
+    blocks_wrong: _builtins.int
     def __init__(
         self,
         *,
@@ -516,10 +521,12 @@ class NodeLoad(_message.Message):
         snapshots_failed: _builtins.int = ...,
         snapshots_refused: _builtins.int = ...,
         store_id: _builtins.str = ...,
+        blocks_audited: _builtins.int = ...,
+        blocks_wrong: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens_per_second", b"decode_tokens_per_second", "engine_steps", b"engine_steps", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "n_queued", b"n_queued", "n_running", b"n_running", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restore_bytes_per_second", b"restore_bytes_per_second", "rows_prefilled", b"rows_prefilled", "snapshots_failed", b"snapshots_failed", "snapshots_published", b"snapshots_published", "snapshots_refused", b"snapshots_refused", "stalled_seconds", b"stalled_seconds", "store_error", b"store_error", "store_id", b"store_id", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_audited", b"blocks_audited", "blocks_wrong", b"blocks_wrong", "decode_tokens_per_second", b"decode_tokens_per_second", "engine_steps", b"engine_steps", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "n_queued", b"n_queued", "n_running", b"n_running", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restore_bytes_per_second", b"restore_bytes_per_second", "rows_prefilled", b"rows_prefilled", "snapshots_failed", b"snapshots_failed", "snapshots_published", b"snapshots_published", "snapshots_refused", b"snapshots_refused", "stalled_seconds", b"stalled_seconds", "store_error", b"store_error", "store_id", b"store_id", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
