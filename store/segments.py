@@ -51,7 +51,7 @@ _NOT_OURS: Final = frozenset({"not_regular_file", "untrusted_owner", "key_mismat
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a publish did: rows start..end-1 were written, n_bytes of file; or nothing, since they were there."""
+    """What a publish did: rows start..end-1 were written, n_bytes of file; or nothing, since that file has them."""
 
     name: str
     start: int
@@ -92,7 +92,8 @@ class SegmentShelf:
             if not self._all_there(chain):
                 continue
             if start and len(ids) - start < self.min_growth:
-                return Saved(chain[-1][0].name, 0, start, 0, "already_there")
+                last = chain[-1][0]
+                return Saved(last.name, last.start, start, last.n_bytes, "already_there")
             parent = self._digest(ids[:start], spans) if start else NO_PARENT
             extent = Extent(
                 geometry=self.geometry,

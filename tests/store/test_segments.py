@@ -292,6 +292,16 @@ def test_long_chains_are_compacted_without_a_moment_of_unreadability(tmp_path) -
     assert_gives(reader, IDS, 400)
 
 
+def test_what_is_there_already_is_told_with_its_size(tmp_path) -> None:
+    store = store_at(tmp_path)
+    first = store.publish(IDS[:100], rows_for(IDS))
+    again = store.publish(IDS[:100], rows_for(IDS))
+    other = store_at(tmp_path, "node-2").publish(IDS[:100], rows_for(IDS))
+    n_bytes = (store.path / first.name).stat().st_size
+    for info in (again, other):
+        assert (info.name, info.n_tokens, info.n_bytes, info.already_there) == (first.name, 100, n_bytes, True)
+
+
 def test_one_chain_at_a_time_is_compacted_and_progress_is_told(tmp_path) -> None:
     store = store_at(tmp_path)
     chats = [np.concatenate([np.full(4, 900 + i, np.int32), IDS[:300]]) for i in range(2)]
