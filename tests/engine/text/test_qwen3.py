@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,34 @@ def test_the_template_renders_as_the_reference(name: str, prompt: bool, qwen3: T
     assert text == expected
     assert len(CONVERSATIONS) == 20
     assert qwen3.decode(qwen3.encode(text)) == text
+
+
+def test_the_template_renders_as_another_implementation_does(
+    qwen3: TextModel, qwen3_folder: Path, js_renderer: tuple[str, Path]
+) -> None:
+    """All conversations once more, by Hugging Face's JavaScript implementation, which shares no code with ours."""
+    node, library = js_renderer
+    cases = [(messages, settings, prompt) for messages, settings in CONVERSATIONS.values() for prompt in (True, False)]
+    variables = [
+        {
+            "messages": [plain(message) for message in messages],
+            "add_generation_prompt": prompt,
+            **({"tools": settings["tools"]} if "tools" in settings else {}),
+            **({"enable_thinking": settings["thinking"]} if "thinking" in settings else {}),
+        }
+        for messages, settings, prompt in cases
+    ]
+    source = json.loads((qwen3_folder / "tokenizer_config.json").read_text())["chat_template"]
+    done = subprocess.run(
+        [node, str(Path(__file__).with_name("render.cjs")), str(library)],
+        input=json.dumps({"template": source, "conversations": variables}),
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected = json.loads(done.stdout)
+    assert len(expected) == 40
+    for (messages, settings, prompt), text in zip(cases, expected, strict=True):
+        assert qwen3.render(messages, add_generation_prompt=prompt, **settings) == text
 
 
 def test_a_conversation_goes_on_with_its_thinking_in_place(qwen3: TextModel) -> None:
