@@ -29,6 +29,7 @@ def coordinator() -> None:
     type=click.IntRange(min=0),
     help="Be at least this generation, if nodes remember a newer coordinator that is gone for good.",
 )
+@click.option("--image-tokens", type=int, help="Most tokens of one image; larger ones are scaled. [default: 1024]")
 @click.option("--expire-days", type=float, help="Delete sessions unused for so long. [default: never]")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written with address and pid when it serves.")
 @click.option("--config", "config", type=click.Path(path_type=Path), help="Settings in TOML.")

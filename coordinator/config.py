@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 import pydantic
 import pydantic_settings
@@ -15,6 +15,9 @@ from kvferry.proto.ready_file import why_not_ready_file
 from kvferry.store.place import StorePlace
 
 Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
+
+
+IMAGE_TOKENS: Final = 1_024
 
 
 class CoordinatorSettings(pydantic_settings.BaseSettings):
@@ -48,6 +51,9 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     max_placements: Annotated[int, Field(ge=1, le=100)] = 3
     # Open turns of all sessions. Each costs its token list; a fleet of ten boards runs some hundred at once.
     max_open_turns: Annotated[int, Field(ge=1, le=100_000)] = 1_024
+    # One image takes at most so many tokens; larger ones are scaled down. 1,024 are a megapixel, which a board looks at
+    # for some half a minute.
+    image_tokens: Annotated[int, Field(ge=4, le=1 << 20)] = IMAGE_TOKENS
     # Sessions that nobody used for so many days are deleted; 0: never.
     expire_days: Annotated[float, Field(ge=0, le=36_500, allow_inf_nan=False)] = 0.0
     # At least this generation: the operator's word against nodes that remember a newer coordinator, which is gone for

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from kvferry.coordinator.answer_parts import parsed
-from kvferry.coordinator.registry import Message, TokenArray, TurnRecord
+from kvferry.coordinator.pictures import Upload, places_in
+from kvferry.coordinator.registry import Message, Picture, TokenArray, TurnRecord
 from kvferry.engine.text.answers import THINK
 from kvferry.engine.text.detokenizer import Detokenizer
 from kvferry.engine.text.messages import Tool
@@ -61,9 +63,13 @@ def new_prompt_ids(
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
     thinking: bool | None = None,
+    images: Sequence[Upload] = (),
 ) -> TokenArray:
-    """The tokens, int32[n], that ``messages`` add to a session with these turns and tokens. Any thread."""
-    new = [chat_message(message) for message in messages]
+    """The tokens, int32[n], that ``messages`` add to a session with these turns and tokens. Any thread.
+
+    Each of the images has one token in them.
+    """
+    new = [chat_message(message, places_in(number, images)) for number, message in enumerate(messages)]
     described = [tool.described() for tool in tools]
     if len(session_ids) == 0:
         ids = model.first_turn(new, tools=described, thinking=thinking)
@@ -72,13 +78,14 @@ def new_prompt_ids(
     return np.array(ids, dtype=np.int32)
 
 
-def chat_message(message: Message) -> ChatMessage:
+def chat_message(message: Message, images_at: tuple[int, ...]) -> ChatMessage:
     return ChatMessage(
         message.role,
         message.content,
         reasoning=message.reasoning,
         tool_calls=message.tool_calls,
         tool_call_id=message.tool_call_id,
+        images_at=images_at,
     )
 
 
@@ -94,12 +101,31 @@ def tokens_of(turns: Sequence[TurnRecord]) -> TokenArray:
     return np.concatenate([np.empty(0, dtype=np.int32), *(ids for pair in kept for ids in pair)])
 
 
+def pictures_of(turns: Sequence[TurnRecord]) -> tuple[Picture, ...]:
+    """All pictures among those tokens, in order."""
+    return tuple(picture for turn in turns if turn.outcome and turn.outcome.kept for picture in turn.pictures)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """What a turn's prompt is appended to: the session's tokens, int32 [n], and the pictures among them."""
+
+    token_ids: TokenArray
+    pictures: tuple[Picture, ...]
+
+    @classmethod
+    def of(cls, turns: Sequence[TurnRecord]) -> Self:
+        """Of a session with these turns."""
+        return cls(tokens_of(turns), pictures_of(turns))
+
+
 def history_of(turns: Sequence[TurnRecord]) -> list[ChatMessage]:
     """The messages and answers of the kept turns, each answer in its parts."""
     history: list[ChatMessage] = []
     for turn in turns:
         if turn.outcome is not None and turn.outcome.kept:
-            history.extend(chat_message(message) for message in turn.messages)
+            places = (places_in(number, turn.pictures) for number in range(len(turn.messages)))
+            history.extend(map(chat_message, turn.messages, places))
             answer = parsed(turn, turn.outcome.answer_text)
             history.append(ChatMessage("assistant", answer.content, answer.reasoning, answer.tool_calls))
     return history

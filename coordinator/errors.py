@@ -33,6 +33,18 @@ class InvalidMessage(BadRequest):
     code = "invalid_message"
 
 
+class NoVision(BadRequest):
+    """Images for a model, or a fleet, that takes none."""
+
+    code = "no_vision"
+
+
+class ImagesTooLarge(BadRequest):
+    """More images than one conversation may have."""
+
+    code = "images_too_large"
+
+
 class InvalidName(BadRequest):
     code = "invalid_name"
 

@@ -7,6 +7,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
+from kvferry.coordinator.errors import NoVision
 from kvferry.coordinator.forecasts import Awaiting, Forecasts
 from kvferry.coordinator.membership import Load, LostNode, Member, Membership, Node, NodeState
 from kvferry.coordinator.prediction import Prediction
@@ -58,6 +59,12 @@ class Fleet:
 
     def members(self) -> tuple[Member, ...]:
         return self._membership.members(self._clock())
+
+    def check_sight(self) -> None:
+        """Raises NoVision when there are nodes, and none of them could ever take a turn with images."""
+        nodes = [member.node for member in self.members() if member.state is not NodeState.DEAD]
+        if nodes and not any(node.sees_images for node in nodes):
+            raise NoVision("no node of this cluster has a vision tower: send text only, or start nodes that see")
 
     def boots(self, *states: NodeState) -> set[str]:
         """The boots of all nodes in these states."""

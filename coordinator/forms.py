@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from kvferry.coordinator.conversation import TextSide, new_prompt_ids, opened_thinking
+from kvferry.coordinator.conversation import History, TextSide, new_prompt_ids, opened_thinking
 from kvferry.coordinator.form_requests import FormRequest
-from kvferry.coordinator.registry import AnswerForm, TokenArray, TurnRecord
+from kvferry.coordinator.pictures import PictureReader
+from kvferry.coordinator.registry import AnswerForm, Picture, TokenArray, TurnRecord
 from kvferry.coordinator.requests import TurnRequest
+from kvferry.coordinator.turn_runner import InThread
 from kvferry.engine.errors import InvalidTools
 from kvferry.engine.text.answer_form import Thinking, answer_grammar, can_think
 from kvferry.engine.text.messages import Tool
@@ -22,6 +26,9 @@ class Prepared:
 
     prompt_ids: TokenArray
     form: AnswerForm
+    pictures: tuple[Picture, ...]
+    # PNG files by content hash.
+    pixels: Mapping[str, bytes] = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,17 +37,31 @@ class Preparation:
 
     model: TextSide
     check_grammar: Callable[[str], None]
+    reader: PictureReader
+    # Images are looked at one turn at a time: a large one takes hundreds of megabytes while it is decoded.
+    _looking: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(1))
 
-    def __call__(self, request: TurnRequest, turns: Sequence[TurnRecord], history_ids: TokenArray) -> Prepared:
-        """Of a session with these turns and tokens.
+    async def prepare(
+        self, in_thread: InThread, request: TurnRequest, turns: Sequence[TurnRecord], history: History
+    ) -> Prepared:
+        """The same, away from the loop."""
+        async with self._looking if request.images else contextlib.nullcontext():
+            return await in_thread(lambda: self(request, turns, history))
 
-        Raises InvalidMessage, InvalidTools, InvalidFormat, FormatTooComplex.
+    def __call__(self, request: TurnRequest, turns: Sequence[TurnRecord], history: History) -> Prepared:
+        """Of a session with these turns, and what they are as tokens.
+
+        Raises InvalidMessage, InvalidTools, InvalidFormat, FormatTooComplex, NoVision, InvalidImage, ImagesTooLarge.
         """
         asked = request.form
         tools = session_tools(turns, asked)
         calls = callable_tools(tools, asked)
-        prompt_ids = new_prompt_ids(self.model, turns, history_ids, request.messages, tools, asked.thinking)
-        opened = opened_thinking(self.model, np.concatenate([history_ids, prompt_ids]))
+        images = self.reader.develop(request.images, history.pictures)
+        marked_ids = new_prompt_ids(
+            self.model, turns, history.token_ids, request.messages, tools, asked.thinking, request.images
+        )
+        prompt_ids, pictures = self.reader.place(marked_ids, images, len(history.token_ids))
+        opened = opened_thinking(self.model, np.concatenate([history.token_ids, prompt_ids]))
         thinking: Thinking = "no"
         grammar = ""
         if asked.content is not None or asked.must_call:
@@ -56,7 +77,7 @@ class Preparation:
             prompt_opened_thinking=opened and reads_thinking,
             reads_thinking=reads_thinking,
         )
-        return Prepared(prompt_ids, form)
+        return Prepared(prompt_ids, form, pictures, {image.content_hash: image.png for image in images})
 
 
 def session_tools(turns: Sequence[TurnRecord], asked: FormRequest) -> tuple[Tool, ...]:

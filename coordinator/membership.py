@@ -82,6 +82,7 @@ class Node:
     # session_id -> rows in the node's memory
     resident: Mapping[str, int] = dataclasses.field(default_factory=dict)
     draining: bool = False
+    sees_images: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ outlives a process. The contract's tests run over it as over the others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvferry.coordinator.errors import (
     UnknownTurn,
 )
 from kvferry.coordinator.registry import (
+    NO_PIXELS,
     PageKey,
     RegistryCounts,
     SessionRecord,
@@ -41,6 +42,7 @@ class Ledger:
     sessions: dict[str, SessionRecord] = dataclasses.field(default_factory=dict)
     turns: dict[str, list[TurnRecord]] = dataclasses.field(default_factory=dict)
     placements: dict[tuple[str, str], list[bytes]] = dataclasses.field(default_factory=dict)
+    pixels: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 async def at_once() -> None:
@@ -118,6 +120,8 @@ class MemoryRegistry:
             for turn in self._ledger.turns.pop(session_id):
                 self._ledger.placements.pop((session_id, turn.turn_id), None)
             del self._ledger.sessions[session_id]
+            used = {p.content_hash for turns in self._ledger.turns.values() for t in turns for p in t.pictures}
+            self._ledger.pixels = {name: png for name, png in self._ledger.pixels.items() if name in used}
 
     async def session_tokens(self, session_id: str) -> TokenArray:
         self._check_open()
@@ -144,7 +148,7 @@ class MemoryRegistry:
         found = [t for turns in self._ledger.turns.values() for t in turns if t.outcome is None]
         return sorted(found, key=lambda t: (t.created_at_ms, t.session_id))
 
-    async def begin_turn(self, turn: TurnRecord) -> None:
+    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
         async with _Write(self):
             session = self._session(turn.session_id)
             turns = self._ledger.turns[turn.session_id]
@@ -158,7 +162,12 @@ class MemoryRegistry:
                     "meanwhile: ask again"
                 )
             turns.append(turn)
+            self._ledger.pixels |= pixels
             self._set(session, open_turn_id=turn.turn_id, updated_at_ms=turn.created_at_ms)
+
+    async def pixels(self, content_hashes: Iterable[str]) -> dict[str, bytes]:
+        self._check_open()
+        return {name: self._ledger.pixels[name] for name in content_hashes if name in self._ledger.pixels}
 
     async def place_turn(self, session_id: str, turn_id: str, fingerprint: str) -> int:
         async with _Write(self):

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ import numpy.typing as npt
 from kvferry.engine.text.messages import Tool, ToolCall
 
 TokenArray = npt.NDArray[np.int32]
+
+NO_PIXELS: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
 class FinishReason(enum.IntEnum):
@@ -47,6 +50,25 @@ class Message:
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """An image of a turn's prompt as the model sees it; its pixels are kept by their content hash (SHA-256 in hex)."""
+
+    content_hash: str
+    # It stands before character ``at`` of message number ``message`` of the turn, and its tokens begin at index
+    # ``start`` of the session's.
+    message: int
+    at: int
+    start: int
+    # In patches, tokens, pixels; bytes of the packed pixels.
+    rows: int
+    cols: int
+    n_tokens: int
+    width: int
+    height: int
+    n_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +155,7 @@ class TurnRecord:
     epoch: int = 0
     outcome: TurnOutcome | None = None
     form: AnswerForm = PLAIN
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -208,8 +231,13 @@ class Registry(Protocol):
     async def open_turns(self) -> list[TurnRecord]:
         """What a restarted coordinator has to go on with."""
 
-    async def begin_turn(self, turn: TurnRecord) -> None:
-        """Raises UnknownSession, TurnExists, SessionBusy (an open turn, or a history of another length)."""
+    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
+        """``pixels``: PNG files of the turn's pictures by content hash, kept once for all sessions that use them.
+
+        Raises UnknownSession, TurnExists, SessionBusy (an open turn, or a history of another length)."""
+
+    async def pixels(self, content_hashes: Iterable[str]) -> dict[str, bytes]:
+        """The pixels of pictures, of those that any session uses."""
 
     async def place_turn(self, session_id: str, turn_id: str, fingerprint: str) -> int:
         """Raise the session's epoch and return it. Raises UnknownTurn when the turn is not open."""

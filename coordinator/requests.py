@@ -21,6 +21,7 @@ from kvferry.coordinator.errors import (
     PromptTooLong,
 )
 from kvferry.coordinator.form_requests import NO_FORM, FormRequest, checked_call_id, checked_calls, form_request
+from kvferry.coordinator.pictures import Upload, uploads
 from kvferry.coordinator.registry import Message, PageKey, SessionRecord
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
@@ -70,13 +71,16 @@ class TurnRequest:
     max_tokens: int
     stop: tuple[str, ...]
     form: FormRequest = NO_FORM
+    images: tuple[Upload, ...] = ()
 
     @property
     def digest(self) -> str:
         """Equal for equal requests, whichever defaults were spelled out."""
         digest = hashlib.sha256()
         fields = [part for message in self.messages for part in digest_parts(message)]
-        for part in (*fields, "\0stop", *self.stop, f"\0max {self.max_tokens}", *self.form.digest_parts()):
+        images = [image.digest_part for image in self.images]
+        limits = ("\0stop", *self.stop, f"\0max {self.max_tokens}")
+        for part in (*fields, *limits, *self.form.digest_parts(), *images):
             encoded = part.encode()
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         digest.update(self.sampling.SerializeToString(deterministic=True))
@@ -93,6 +97,7 @@ def turn_request(request: chat_pb2.GenerateRequest) -> TurnRequest:
         max_tokens=request.max_tokens,
         stop=checked_stops(request.stop),
         form=form_request(request),
+        images=uploads(request.messages),
     )
 
 
@@ -126,7 +131,7 @@ def checked_messages(messages: Sequence[chat_pb2.ChatMessage]) -> tuple[Message,
             )
     if messages[-1].role not in {"user", "tool"}:
         raise InvalidMessage(f"the last message has the role {messages[-1].role}: it has to be the user's or a tool's")
-    if messages[-1].role == "user" and not messages[-1].content.strip():
+    if messages[-1].role == "user" and not messages[-1].content.strip() and not messages[-1].images:
         raise EmptyPrompt("the prompt is empty: the last message has no text")
     return tuple(checked_message(number, message) for number, message in enumerate(messages, start=1))
 

@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvferry.coordinator.membership import Member, NodeState
+from kvferry.coordinator.membership import Member, Node, NodeState
 from kvferry.coordinator.prediction import (
     DEFAULT_MAX_RUNNING,
     Forecast,
@@ -48,6 +48,8 @@ class RouteRequest:
     n_context: int
     # Empty: any. A turn that has begun goes on under one fingerprint only, since its tokens could differ under another.
     fingerprint: str = ""
+    # The session has images.
+    sees_images: bool = False
     # node_id -> why, in the order of failing; such nodes are chosen only when nobody else is left, the last of them
     # last.
     failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -229,10 +231,17 @@ def obstacle(member: Member, request: RouteRequest) -> str | None:
             return "draining"
         case NodeState.LIVE:
             pass
-    if request.fingerprint and member.node.fingerprint != request.fingerprint:
+    return unfit(member.node, request)
+
+
+def unfit(node: Node, request: RouteRequest) -> str | None:
+    """Why this node could not take the turn even if it were idle, or None."""
+    if request.fingerprint and node.fingerprint != request.fingerprint:
         return "the turn began under another fingerprint"
-    if member.node.context_length < request.n_context:
-        return f"its context holds {member.node.context_length} tokens and this turn may need {request.n_context}"
+    if request.sees_images and not node.sees_images:
+        return "it has no vision tower, and the session has images"
+    if node.context_length < request.n_context:
+        return f"its context holds {node.context_length} tokens and this turn may need {request.n_context}"
     return None
 
 

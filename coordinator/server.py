@@ -19,7 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.coordinator.config import CoordinatorSettings
+from kvferry.coordinator.config import IMAGE_TOKENS, CoordinatorSettings
 from kvferry.coordinator.errors import CannotListen, CannotStart, RegistryUnavailable
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
@@ -33,6 +33,7 @@ from kvferry.coordinator.transport import GrpcTransport
 from kvferry.coordinator.turn import TurnPolicy
 from kvferry.coordinator.turn_runner import Surroundings
 from kvferry.coordinator.turns import Turns
+from kvferry.engine.config import VisionConfig
 from kvferry.engine.files.open_model import open_model
 from kvferry.engine.files.resolve import resolve_model
 from kvferry.engine.text.grammar import Grammars
@@ -64,19 +65,36 @@ class LoadedModel:
 
     text: TextModel
     context_length: int
+    # How it looks at images, or None.
+    vision: VisionConfig | None = None
 
     @classmethod
-    def load(cls, name_or_path: str) -> LoadedModel:
-        """Raises what ``resolve_model``, ``open_model`` and ``TextModel.load`` raise: each one sentence."""
+    def load(cls, name_or_path: str, image_tokens: int = IMAGE_TOKENS) -> LoadedModel:
+        """Raises what ``resolve_model``, ``open_model`` and ``TextModel.load`` raise: each one sentence.
+
+        ``image_tokens``: that one image may take at most; larger ones are scaled down further.
+        """
         path = resolve_model(name_or_path)
-        return cls(text=TextModel.load(path), context_length=open_model(path).config.context_length)
+        config = open_model(path).config
+        vision = None if config.vision is None else at_most(config.vision, image_tokens)
+        return cls(text=TextModel.load(path), context_length=config.context_length, vision=vision)
+
+
+def at_most(vision: VisionConfig, image_tokens: int) -> VisionConfig:
+    """The same with smaller images, if the model's own limit is larger."""
+    n_pixels = image_tokens * (vision.patch_size * vision.merge_size) ** 2
+    image = vision.image
+    image = dataclasses.replace(
+        image, max_pixels=min(image.max_pixels, n_pixels), min_pixels=min(image.min_pixels, n_pixels)
+    )
+    return dataclasses.replace(vision, image=image)
 
 
 async def run(settings: CoordinatorSettings) -> None:
     """The whole life of a coordinator. Raises CannotStart, and what loading the model raises."""
     stop = stop_on_signals()
     check_store(settings.store_place)
-    model = await asyncio.to_thread(LoadedModel.load, settings.model)
+    model = await asyncio.to_thread(LoadedModel.load, settings.model, settings.image_tokens)
     async with open_state(settings.state, settings.generation) as registry, serve(settings, model, registry) as address:
         logger.info("serving %s on %s, generation %d", model.text.model_name, address, registry.generation)
         tell_ready(settings.ready_file, address, registry.coordinator_id)
@@ -129,6 +147,7 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
         model.text, around, TurnPolicy(max_losses=settings.max_losses, max_placements=settings.max_placements),
         context_length=model.context_length, no_node_wait_seconds=settings.no_node_wait,
         max_open_turns=settings.max_open_turns, check_grammar=Grammars(model.text).check,
+        vision=model.vision,
     )  # fmt: skip
     server = grpc.aio.server(
         interceptors=[MalformedRefused()], options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
@@ -136,7 +155,8 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
     chat_pb2_grpc.add_ChatServiceServicer_to_server(
         ChatService(
             turns=turns, registry=registry, fleet=fleet, snapshots=snapshots, model_name=model.text.model_name,
-            tokenizer_digest=model.text.digest, started_s=clock(), clock=clock, wall_ms=wall_ms,
+            tokenizer_digest=model.text.digest, sees_images=model.vision is not None, started_s=clock(), clock=clock,
+            wall_ms=wall_ms,
         ), server,
     )  # fmt: skip
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(

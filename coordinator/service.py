@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -29,6 +30,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     snapshots: SnapshotView
     model_name: str
     tokenizer_digest: str
+    sees_images: bool
     started_s: float
     clock: Callable[[], float]
     wall_ms: Callable[[], int]
@@ -85,7 +87,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     async def Generate(
         self, request: chat_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[chat_pb2.GenerateResponse]:
-        key = await self.turns.begin(requests.turn_request(request))
+        key = await self.turns.begin(await checked(request))
         async with contextlib.aclosing(self.turns.events(key, from_index=0)) as events:
             async for event in events:
                 yield chat_pb2.GenerateResponse(event=event)
@@ -130,6 +132,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
             prediction_error_median=accuracy.error,
             predicted_seconds_median=accuracy.predicted_seconds,
             first_token_seconds_median=accuracy.actual_seconds,
+            sees_images=self.sees_images,
         )
 
     def _new_session(self, session_id: str) -> SessionRecord:
@@ -148,3 +151,10 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         if live is None:
             return turn_message(record, map(chat_pb2.Placement.FromString, placements), running=False)
         return turn_message(record, live.placements, running=live.phase is not Phase.WAITING)
+
+
+async def checked(request: chat_pb2.GenerateRequest) -> requests.TurnRequest:
+    """``requests.turn_request``; in a thread when there are images, megabytes of which have to be hashed."""
+    if any(message.images for message in request.messages):
+        return await asyncio.to_thread(requests.turn_request, request)
+    return requests.turn_request(request)

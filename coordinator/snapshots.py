@@ -22,6 +22,7 @@ from kvferry.store.geometry import KvGeometry
 from kvferry.store.identity import read_store_id
 from kvferry.store.place import StorePlace
 from kvferry.store.snapshot_store import SnapshotStore
+from kvferry.store.vlkv3 import ContentSpan
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,8 @@ def check_store(place: StorePlace | None) -> None:
 class StoredPrefixes(Protocol):
     """What routing asks of a store, without I/O."""
 
-    def longest_prefixes(self, token_ids: TokenArray) -> dict[str, int]:
-        """fingerprint → leading tokens, of n at most n - 1, that the store holds rows of."""
+    def longest_prefixes(self, token_ids: TokenArray, spans: Sequence[ContentSpan] = ()) -> dict[str, int]:
+        """fingerprint → leading tokens, of n at most n - 1, that the store holds rows of; spans are its pictures."""
 
 
 class SnapshotNews(Protocol):
@@ -126,10 +127,12 @@ class SnapshotView:
             self._submit(self._identify)
         return self._store_id
 
-    def longest_prefixes(self, token_ids: Sequence[int] | TokenArray) -> dict[str, int]:
+    def longest_prefixes(
+        self, token_ids: Sequence[int] | TokenArray, spans: Sequence[ContentSpan] = ()
+    ) -> dict[str, int]:
         """fingerprint → leading tokens that the store holds rows of; of n tokens at most n - 1 are of use."""
         ids = np.asarray(token_ids, dtype=np.int32)
-        matches = {fingerprint: store.find(ids) for fingerprint, store in self._stores.items()}
+        matches = {fingerprint: store.find(ids, spans=spans) for fingerprint, store in self._stores.items()}
         return {f: min(match.n_common, len(ids) - 1) for f, match in matches.items() if match is not None}
 
     @property

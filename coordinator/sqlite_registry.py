@@ -10,8 +10,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -27,6 +28,7 @@ from kvferry.coordinator.errors import (
     UnknownTurn,
 )
 from kvferry.coordinator.registry import (
+    NO_PIXELS,
     FinishReason,
     PageKey,
     RegistryCounts,
@@ -36,6 +38,13 @@ from kvferry.coordinator.registry import (
     TurnRecord,
 )
 from kvferry.coordinator.registry_trouble import DAMAGED, what_to_do
+from kvferry.coordinator.sqlite_pixels import (
+    drop_unused_pixels,
+    keep_pixels,
+    select_pixels,
+    use_pixels,
+    used_pixels,
+)
 from kvferry.coordinator.sqlite_schema import (
     Opening,
     insert,
@@ -136,7 +145,9 @@ class SqliteRegistry:
         def delete(db: sqlite3.Connection) -> None:
             if open_turn_id := select_session(db, session_id).open_turn_id:
                 raise SessionBusy(f"session {session_id} has an open turn, {open_turn_id}: cancel it first")
+            used = used_pixels(db, session_id)
             db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
+            drop_unused_pixels(db, used)
 
         await self._write(delete)
 
@@ -164,8 +175,15 @@ class SqliteRegistry:
         query = "SELECT * FROM turns WHERE reason IS NULL ORDER BY created_at_ms, session_id"
         return await self._read(lambda db: [turn_of(row) for row in db.execute(query)])
 
-    async def begin_turn(self, turn: TurnRecord) -> None:
-        await self._write(lambda db: begin_turn(db, turn))
+    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
+        def begin(db: sqlite3.Connection) -> None:
+            begin_turn(db, turn)
+            keep_pixels(db, turn.session_id, pixels)
+
+        await self._write(begin)
+
+    async def pixels(self, content_hashes: Iterable[str]) -> dict[str, bytes]:
+        return await self._read(lambda db: select_pixels(db, content_hashes))
 
     async def place_turn(self, session_id: str, turn_id: str, fingerprint: str) -> int:
         def place(db: sqlite3.Connection) -> int:
@@ -334,4 +352,5 @@ def fork_session(
     insert_session(db, made)
     for position, row in enumerate(copied):
         insert(db, "turns", {**row, "session_id": made.session_id, "position": position})
+        use_pixels(db, made.session_id, [picture["content_hash"] for picture in json.loads(row["pictures"])])
     return made

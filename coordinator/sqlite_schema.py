@@ -10,11 +10,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvferry.coordinator import sqlite_pixels
 from kvferry.coordinator.errors import StateIncompatible
 from kvferry.coordinator.registry import (
     AnswerForm,
     FinishReason,
     Message,
+    Picture,
     SessionRecord,
     TokenArray,
     TurnOutcome,
@@ -22,9 +24,9 @@ from kvferry.coordinator.registry import (
 )
 from kvferry.engine.text.messages import Tool, ToolCall
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 
-TABLES: Final = """
+CONVERSATIONS: Final = """
 CREATE TABLE meta (
     key TEXT PRIMARY KEY,
     value TEXT NOT NULL
@@ -71,6 +73,7 @@ CREATE TABLE turns (
     n_placements INTEGER,
     -- what differs from the plain AnswerForm, as JSON
     form TEXT NOT NULL DEFAULT '{}',
+    pictures TEXT NOT NULL DEFAULT '[]',
     PRIMARY KEY (session_id, position),
     UNIQUE (session_id, turn_id)
 ) STRICT;
@@ -86,7 +89,12 @@ CREATE TABLE placements (
 ) STRICT, WITHOUT ROWID;
 """
 
-UPGRADES: Final = {1: "ALTER TABLE turns ADD COLUMN form TEXT NOT NULL DEFAULT '{}'"}
+TABLES: Final = f"{CONVERSATIONS} {sqlite_pixels.TABLES}"
+
+UPGRADES: Final = {
+    1: "ALTER TABLE turns ADD COLUMN form TEXT NOT NULL DEFAULT '{}'",
+    2: f"ALTER TABLE turns ADD COLUMN pictures TEXT NOT NULL DEFAULT '[]'; {sqlite_pixels.TABLES}",
+}
 """What makes the tables of a version those of the next."""
 
 
@@ -160,6 +168,7 @@ def turn_of(row: sqlite3.Row) -> TurnRecord:
         epoch=row["epoch"],
         outcome=None if row["reason"] is None else outcome_of(row),
         form=form_of(json.loads(row["form"])),
+        pictures=tuple(Picture(**picture) for picture in json.loads(row["pictures"])),
     )
 
 
@@ -220,6 +229,7 @@ def open_turn_values(turn: TurnRecord, position: int) -> dict[str, object]:
         "fingerprint": turn.fingerprint,
         "epoch": turn.epoch,
         "form": json.dumps(form_fields(turn.form), ensure_ascii=False),
+        "pictures": json.dumps([dataclasses.asdict(picture) for picture in turn.pictures]),
     }
 
 

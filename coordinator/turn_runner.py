@@ -16,10 +16,13 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 import stamina
 
+from kvferry.coordinator.conversation import History
 from kvferry.coordinator.errors import RegistryUnavailable, UnknownTurn
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.forecasts import Awaiting
 from kvferry.coordinator.membership import LostNode, Node, NodeState
+from kvferry.coordinator.pictures import spans_of
+from kvferry.coordinator.prediction import Prediction
 from kvferry.coordinator.registry import FinishReason, Registry, TokenArray
 from kvferry.coordinator.routing import Choice, route
 from kvferry.coordinator.snapshots import StoredPrefixes
@@ -27,6 +30,7 @@ from kvferry.coordinator.tasks import Background, Bell, first_of
 from kvferry.coordinator.transport import PlacementLost, WorkerTransport
 from kvferry.coordinator.turn import Blame, Loss, Phase, Turn
 from kvferry.proto.v1 import chat_pb2, common_pb2, worker_pb2
+from kvferry.store.vlkv3 import identity_ids
 
 T = TypeVar("T")
 
@@ -68,9 +72,9 @@ class Surroundings:
 
 
 class TurnRunner:
-    """Runs ``turn`` to its end. ``history_ids``: int32[n], the session's tokens before this turn."""
+    """Runs ``turn`` to its end. ``history``: of its session, before this turn."""
 
-    def __init__(self, turn: Turn, history_ids: TokenArray, around: Surroundings) -> None:
+    def __init__(self, turn: Turn, history: History, around: Surroundings) -> None:
         self.turn = turn
         # Rings after every event, for subscribers.
         self.changed = Bell()
@@ -78,7 +82,11 @@ class TurnRunner:
         self.obstacle = "the coordinator has just started and waits for its nodes"
         # Placements lost by a node that had taken the turn.
         self.n_moves = 0
-        self._history_ids = history_ids
+        self._pictures = history.pictures + turn.record.pictures
+        self._spans = spans_of(self._pictures)
+        self._prompt_ids = np.concatenate([history.token_ids, turn.record.prompt_ids])
+        # As they are compared with what nodes remember: pictures tell each other apart.
+        self._compared_ids = identity_ids(self._prompt_ids, 0, self._spans)
         self._around = around
         self._cancelled = asyncio.Event()
 
@@ -116,8 +124,9 @@ class TurnRunner:
                 continue
             seen = around.fleet.changed.count
             token_ids = self._token_ids()
-            stored = around.snapshots.longest_prefixes(token_ids)
-            choice = route(around.fleet.view(stored, token_ids), turn.route_request())
+            stored = around.snapshots.longest_prefixes(token_ids, self._spans)
+            wanted = dataclasses.replace(turn.route_request(), sees_images=bool(self._pictures))
+            choice = route(around.fleet.view(stored, self._with_answer(self._compared_ids)), wanted)
             if choice.member is not None:
                 self.obstacle = ""
                 break
@@ -162,7 +171,7 @@ class TurnRunner:
         self.changed.ring()
         logger.info("%r placed", turn)
         with around.fleet.placement(node, prediction) as awaiting:
-            reading = self._read(node, self._request(epoch, recompute=prediction.recompute), awaiting)
+            reading = self._read(node, epoch, prediction, awaiting)
             await first_of(reading, around.fleet.until_lost(node), self._cancelled.wait())
         # No effect when the stream or the answer ended by itself. A node may be back in the meantime; its call is gone.
         lost = around.fleet.why_lost(node) or LostNode("lease_expired", "it was not heard in time")
@@ -172,14 +181,15 @@ class TurnRunner:
             self.n_moves += turn.events[-1].node_lost.cause != "refused"
             logger.warning("%r lost %s: %s", turn, node.node_id, turn.failed.get(node.node_id))
             return
-        around.fleet.note_resident(node, turn.record.session_id, self._token_ids()[:-1])
+        around.fleet.note_resident(node, turn.record.session_id, self._with_answer(self._compared_ids)[:-1])
         around.fleet.forecasts.turn_ended(turn.decode_seconds)
         if turn.outcome is not None and turn.outcome.reason in {FinishReason.STOP_STRING, FinishReason.CANCELLED}:
             self._stop_on(node, epoch)
 
-    async def _read(self, node: Node, request: worker_pb2.RunTurnRequest, awaiting: Awaiting) -> None:
+    async def _read(self, node: Node, epoch: int, prediction: Prediction, awaiting: Awaiting) -> None:
         """Feed the node's messages to the turn until the placement is over."""
-        turn, epoch = self.turn, request.epoch
+        turn = self.turn
+        request = self._request(epoch, await self._images(), recompute=prediction.recompute)
         try:
             async with contextlib.aclosing(self._around.transport.run_turn(node.address, request)) as messages:
                 async for message in messages:
@@ -221,7 +231,9 @@ class TurnRunner:
             forecasts.reported(awaiting, message.prefix, self._now())
         if self.turn.has_first_token:
             forecasts.first_token(awaiting, self._now())
-            self._around.fleet.note_resident(awaiting.node, self.turn.record.session_id, self._token_ids()[:-1])
+            self._around.fleet.note_resident(
+                awaiting.node, self.turn.record.session_id, self._with_answer(self._compared_ids)[:-1]
+            )
 
     def _stop_on(self, node: Node, epoch: int) -> None:
         """Tell the node at once, rather than let it notice that nobody reads."""
@@ -270,7 +282,26 @@ class TurnRunner:
         self.obstacle = obstacle
         self.changed.ring()
 
-    def _request(self, epoch: int, *, recompute: bool) -> worker_pb2.RunTurnRequest:
+    async def _images(self) -> list[worker_pb2.PromptImage]:
+        """The session's pictures with their pixels, each content's once."""
+        if not self._pictures:
+            return []
+        names = dict.fromkeys(picture.content_hash for picture in self._pictures)
+        pixels = await self._durably(lambda: self._around.registry.pixels(names))
+        return [
+            worker_pb2.PromptImage(
+                content_hash=bytes.fromhex(picture.content_hash),
+                start=picture.start,
+                grid_rows=picture.rows,
+                grid_cols=picture.cols,
+                pixels=pixels.pop(picture.content_hash, b""),
+            )
+            for picture in self._pictures
+        ]
+
+    def _request(
+        self, epoch: int, images: list[worker_pb2.PromptImage], *, recompute: bool
+    ) -> worker_pb2.RunTurnRequest:
         record = self.turn.record
         return worker_pb2.RunTurnRequest(
             session_id=record.session_id,
@@ -284,13 +315,15 @@ class TurnRunner:
             end_token_ids=self._around.end_token_ids,
             recompute=recompute,
             grammar=record.form.grammar,
+            images=images,
         )
 
     def _token_ids(self) -> TokenArray:
         """Int32 [n]: the session's tokens, this turn's prompt, and its answer so far."""
-        return np.concatenate(
-            [self._history_ids, self.turn.record.prompt_ids, np.array(self.turn.answer_ids, dtype=np.int32)]
-        )
+        return self._with_answer(self._prompt_ids)
+
+    def _with_answer(self, prompt_ids: TokenArray) -> TokenArray:
+        return np.concatenate([prompt_ids, np.array(self.turn.answer_ids, dtype=np.int32)])
 
     def _now(self) -> float:
         return self._around.clock()

@@ -9,31 +9,32 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Final
 from uuid import uuid4
 
-from kvferry.coordinator.conversation import ModelAnswerText, TextSide, tokens_of
+from kvferry.coordinator.conversation import History, ModelAnswerText, TextSide
 from kvferry.coordinator.cutting import cut_at
 from kvferry.coordinator.errors import (
-    IndexOutOfRange,
     InvalidMessage,
     ModelMismatch,
     NoNode,
     QueueFull,
     SessionBusy,
-    Stopping,
     TurnExists,
     UnknownSession,
     UnknownTurn,
 )
 from kvferry.coordinator.forms import Preparation
 from kvferry.coordinator.membership import NodeState
-from kvferry.coordinator.registry import FinishReason, SessionRecord, TokenArray, TurnRecord
+from kvferry.coordinator.pictures import PictureReader
+from kvferry.coordinator.reading import check_index, is_whole, stopping
+from kvferry.coordinator.registry import SessionRecord, TurnRecord
 from kvferry.coordinator.requests import TurnRequest, answer_budget
 from kvferry.coordinator.turn import Phase, Turn, TurnPolicy
 from kvferry.coordinator.turn_events import replay
 from kvferry.coordinator.turn_runner import Surroundings, TurnRunner
+from kvferry.engine.config import VisionConfig
 from kvferry.proto.v1 import chat_pb2
 
 Key = tuple[str, str]
@@ -64,12 +65,13 @@ class Turns:
         no_node_wait_seconds: float,
         max_open_turns: int,
         check_grammar: Callable[[str], None],
+        vision: VisionConfig | None = None,
         new_id: Callable[[], str] = lambda: uuid4().hex,
     ) -> None:
         self.n_failovers = 0
         self.n_finished = 0
         self._model = model
-        self._prepare = Preparation(model, check_grammar)
+        self._preparation = Preparation(model, check_grammar, PictureReader(vision, model.model_name))
         self._around = around
         self._policy = policy
         self._context_length = context_length
@@ -95,8 +97,7 @@ class Turns:
             except ModelMismatch as e:
                 logger.warning("turn %s stays open: %s", record.turn_id, e)
                 continue
-            history = await self._around.registry.session_tokens(record.session_id)
-            self._start(record, history, resumed=True)
+            self._start(record, await self._history(record.session_id), resumed=True)
             n_resumed += 1
         return n_resumed
 
@@ -104,7 +105,7 @@ class Turns:
         """Make a turn durable and start it, or find the one that the same request began before.
 
         Raises UnknownSession, SessionBusy, TurnExists (the id of another request), PromptTooLong, InvalidMessage,
-        QueueFull, InvalidTools, InvalidFormat, FormatTooComplex.
+        QueueFull, InvalidTools, InvalidFormat, FormatTooComplex, NoVision, InvalidImage, ImagesTooLarge.
         """
         if self._stopping.is_set():
             raise stopping()
@@ -116,8 +117,8 @@ class Turns:
             if (known := await self._known(request)) is not None:
                 return known
             with self._place_among_open_turns():
-                record, history = await self._new_record(request)
-                await self._around.registry.begin_turn(record)
+                record, history, pixels = await self._new_record(request)
+                await self._around.registry.begin_turn(record, pixels)
                 if self._stopping.is_set():
                     raise stopping()  # it is open in the registry: the next start takes it up
                 self._start(record, history, resumed=False)
@@ -284,7 +285,7 @@ class Turns:
             )
         return session
 
-    async def _new_record(self, request: TurnRequest) -> tuple[TurnRecord, TokenArray]:
+    async def _new_record(self, request: TurnRequest) -> tuple[TurnRecord, History, Mapping[str, bytes]]:
         registry = self._around.registry
         session = await self._own_session(request.session_id)
         if session.open_turn_id:
@@ -296,14 +297,16 @@ class Turns:
                 "only the first message of a session may have the role system; this session has begun already"
             )
         turns = await registry.list_turns(request.session_id)
-        history = tokens_of(turns)
-        prepared = await self._around.in_thread(lambda: self._prepare(request, turns, history))
-        n_prompt_tokens = len(history) + len(prepared.prompt_ids)
+        history = History.of(turns)
+        prepared = await self._preparation.prepare(self._around.in_thread, request, turns, history)
+        n_prompt_tokens = len(history.token_ids) + len(prepared.prompt_ids)
+        if history.pictures or prepared.pictures:
+            self._around.fleet.check_sight()
         record = TurnRecord(
             session_id=request.session_id,
             turn_id=request.turn_id or self._new_id(),
             messages=request.messages,
-            n_history_tokens=len(history),
+            n_history_tokens=len(history.token_ids),
             prompt_ids=prepared.prompt_ids,
             sampling=request.sampling.SerializeToString(deterministic=True),
             max_tokens=answer_budget(n_prompt_tokens, request.max_tokens, self._contexts()),
@@ -311,8 +314,12 @@ class Turns:
             digest=request.digest,
             created_at_ms=self._around.wall_ms(),
             form=prepared.form,
+            pictures=prepared.pictures,
         )
-        return record, history
+        return record, history, prepared.pixels
+
+    async def _history(self, session_id: str) -> History:
+        return History.of(await self._around.registry.list_turns(session_id))
 
     def _contexts(self) -> Sequence[int]:
         members = [m for m in self._around.fleet.members() if m.state is not NodeState.DEAD]
@@ -327,13 +334,13 @@ class Turns:
             record = await self._around.registry.get_turn(*key)
             if record.outcome is None and key not in self._runners and not self._stopping.is_set():
                 logger.warning("turn %s of session %s was open and nobody ran it", key[1], key[0])
-                self._start(record, await self._around.registry.session_tokens(key[0]), resumed=True)
+                self._start(record, await self._history(key[0]), resumed=True)
             return self._runners.get(key)
 
-    def _start(self, record: TurnRecord, history_ids: TokenArray, *, resumed: bool) -> None:
+    def _start(self, record: TurnRecord, history: History, *, resumed: bool) -> None:
         text = ModelAnswerText(self._model, record.stop)
         turn = Turn(record, text, self._policy, self._around.clock(), resumed=resumed)
-        runner = TurnRunner(turn, history_ids, self._around)
+        runner = TurnRunner(turn, history, self._around)
         key = (record.session_id, record.turn_id)
         self._runners[key] = runner
         self._tasks[key] = asyncio.create_task(runner.run(), name=f"turn {record.session_id}/{record.turn_id}")
@@ -377,22 +384,3 @@ class Turns:
                 lambda: replay(record, map(chat_pb2.Placement.FromString, placements), text)
             )
         return [e for e in events if not e.HasField("token") or e.sequence >= from_index]
-
-
-def stopping() -> Stopping:
-    return Stopping("the coordinator is stopping; the turn goes on when it is back: resume it then")
-
-
-def is_whole(reason: int) -> bool:
-    """The answer has all its tokens.
-
-    One that was cancelled or given up after a restart may have fewer than an earlier reader got: whoever comes back
-    for more is told how it ended.
-    """
-    return reason not in {FinishReason.CANCELLED, FinishReason.ERROR}
-
-
-def check_index(from_index: int, n_tokens: int) -> None:
-    """Raises IndexOutOfRange. One past the last token is allowed: only the finish is left then."""
-    if from_index > n_tokens:
-        raise IndexOutOfRange(f"from_index is {from_index} and the answer has at most {n_tokens} tokens")

@@ -90,6 +90,10 @@ def turn_message(record: TurnRecord, placements: Iterable[chat_pb2.Placement], *
         n_prompt_tokens=record.n_prompt_tokens,
         placements=placements,
     )
+    for p in record.pictures:
+        message.messages[p.message].images.add(
+            at=p.at, content_hash=p.content_hash, width=p.width, height=p.height, n_tokens=p.n_tokens
+        )
     if (outcome := record.outcome) is not None:
         message.answer = outcome.answer_text
         message.finish_reason = common_pb2.FinishReason.ValueType(outcome.reason)
@@ -125,6 +129,7 @@ def node_message(member: Member) -> chat_pb2.NodeInfo:
         prefill_tokens_per_second=load.prefill_tokens_per_second,
         decode_tokens_per_second=load.decode_tokens_per_second,
         kernel_path=node.kernel_path,
+        sees_images=node.sees_images,
         store_ok=load.store_ok,
         n_threads=node.n_threads,
         tokens_generated=load.tokens_generated,
@@ -149,6 +154,7 @@ def node_of(request: fleet_pb2.RegisterRequest, store_id: str) -> Node:
         bytes_per_row=request.bytes_per_row or _f32_bytes_per_row(request.geometry),
         load=load_of(request.load, store_id),
         resident=resident_of(request.resident),
+        sees_images=request.sees_images,
     )
 
 

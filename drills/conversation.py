@@ -20,6 +20,7 @@ class TurnRequest:
     max_tokens: int
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass
@@ -75,7 +76,12 @@ def hold_turn(
     log = TurnLog(request)
     start = time.monotonic()
     turn = session.generate(
-        request.text, sampling=request.sampling, max_tokens=request.max_tokens, stop=request.stop, turn_id=turn_id
+        request.text,
+        images=request.images,
+        sampling=request.sampling,
+        max_tokens=request.max_tokens,
+        stop=request.stop,
+        turn_id=turn_id,
     )
     with turn:
         try:

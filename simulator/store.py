@@ -11,6 +11,7 @@ import numpy as np
 from kvferry.coordinator.registry import TokenArray
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.lcp_index import LcpIndex
+from kvferry.store.vlkv3 import ContentSpan
 
 
 class SimulatedStore:
@@ -78,7 +79,8 @@ class StoreView:
             if name in self._store.index:
                 self._known.add(name, self._store.index.token_ids(name))
 
-    def longest_prefixes(self, token_ids: TokenArray) -> dict[str, int]:
+    def longest_prefixes(self, token_ids: TokenArray, spans: Sequence[ContentSpan] = ()) -> dict[str, int]:
+        del spans  # simulated clients send no pictures
         match = self._known.find(token_ids)
         if match is None:
             return {}

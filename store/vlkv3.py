@@ -218,9 +218,9 @@ def identity_ids(ids: TokenIds, start: int, spans: Iterable[ContentSpan]) -> Tok
     out = np.array(ids, np.int32)
     for span in told:
         first, last = max(span.start, start), min(span.start + span.length, start + len(ids))
-        for position in range(first, last):
-            word = hashlib.sha256(span.digest + (position - span.start).to_bytes(4, "little")).digest()[:4]
-            out[position - start] = -1 - (int.from_bytes(word, "little") >> 1)
+        if first < last:
+            words = np.frombuffer(hashlib.shake_256(span.digest).digest(4 * (last - span.start)), "<u4")
+            out[first - start : last - start] = -1 - (words[first - span.start :] >> 1).astype(np.int32)
     return out
 
 

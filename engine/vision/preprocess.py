@@ -100,6 +100,8 @@ def decode_image(data: bytes) -> Image.Image:
             _check_size(image.width, image.height)
             image.load()
             return _on_white(_in_8_bits(ImageOps.exif_transpose(image)))
+    except Image.DecompressionBombError as error:  # Pillow's own limit, several times ours
+        raise InvalidImage(f"the image has more than the limit of {PIXELS_MAX} pixels") from error
     except UnidentifiedImageError as error:
         raise InvalidImage(f"the image is not a file of the kinds {', '.join(FORMATS)}") from error
     except InvalidImage:

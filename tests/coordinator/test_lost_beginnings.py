@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import pytest
 from cluster_kit import Cluster, all_of, ids_of, resume_until_served, take_tokens, until
@@ -24,10 +25,10 @@ async def test_a_client_that_leaves_while_its_turn_becomes_durable_leaves_a_turn
     writing, go_on = asyncio.Event(), asyncio.Event()
     real = SqliteRegistry.begin_turn
 
-    async def slow_disk(self: SqliteRegistry, turn: object) -> None:
+    async def slow_disk(self: SqliteRegistry, turn: object, *more: Any) -> None:
         writing.set()
         await go_on.wait()
-        await real(self, turn)
+        await real(self, turn, *more)
 
     monkeypatch.setattr(SqliteRegistry, "begin_turn", slow_disk)
     asking = asyncio.ensure_future(all_of(client.generate(session, turn_id="t")))
@@ -52,8 +53,8 @@ async def test_a_turn_whose_beginning_failed_after_it_was_durable_is_taken_up_by
     session = await client.new_session()
     real = SqliteRegistry.begin_turn
 
-    async def commits_and_fails(self: SqliteRegistry, turn: object) -> None:
-        await real(self, turn)
+    async def commits_and_fails(self: SqliteRegistry, turn: object, *more: Any) -> None:
+        await real(self, turn, *more)
         raise RegistryUnavailable("the registry failed: disk I/O error")
 
     monkeypatch.setattr(SqliteRegistry, "begin_turn", commits_and_fails)

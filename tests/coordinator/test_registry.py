@@ -33,6 +33,7 @@ from kvferry.coordinator.registry import (
     FinishReason,
     Message,
     PageKey,
+    Picture,
     Registry,
     SessionRecord,
     TurnOutcome,
@@ -474,7 +475,15 @@ async def test_a_state_of_a_newer_version_is_refused_with_what_to_do(tmp_path: P
         await open_sqlite(tmp_path)
 
 
-async def test_a_state_of_version_1_is_brought_up_to_date(tmp_path: Path) -> None:
+WITHOUT_PICTURES = "ALTER TABLE turns DROP COLUMN pictures; DROP TABLE pixel_uses; DROP TABLE pixels;"
+
+
+@pytest.mark.parametrize(
+    ("version", "undo"),
+    [(1, f"{WITHOUT_PICTURES} ALTER TABLE turns DROP COLUMN form;"), (2, WITHOUT_PICTURES)],
+    ids=["1", "2"],
+)
+async def test_a_state_of_an_older_version_is_brought_up_to_date(tmp_path: Path, version: int, undo: str) -> None:
     import sqlite3
 
     before = await open_sqlite(tmp_path)
@@ -483,9 +492,8 @@ async def test_a_state_of_version_1_is_brought_up_to_date(tmp_path: Path) -> Non
     await finish(before, "t1")
     await before.begin_turn(turn("t2", history=4))
     await before.close()
-    with sqlite3.connect(tmp_path / "registry.sqlite3") as db:  # as the program before this one left it
-        db.execute("ALTER TABLE turns DROP COLUMN form")
-        db.execute("PRAGMA user_version = 1")
+    with sqlite3.connect(tmp_path / "registry.sqlite3") as db:  # as a program before this one left it
+        db.executescript(f"{undo} PRAGMA user_version = {version}")
     db.close()
     for _ in range(2):
         after = await open_sqlite(tmp_path)
@@ -494,7 +502,7 @@ async def test_a_state_of_version_1_is_brought_up_to_date(tmp_path: Path) -> Non
         assert (await after.get_turn("s", "t2")).form == AnswerForm()
         await after.close()
     with sqlite3.connect(tmp_path / "registry.sqlite3") as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (2,)
+        assert db.execute("PRAGMA user_version").fetchone() == (3,)
     db.close()
 
 
@@ -509,9 +517,9 @@ async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     [
         ("CREATE TABLE meta (a)", "another program's"),
         ("CREATE TABLE songs (a); PRAGMA user_version = 1", "another program's"),
-        ("CREATE TABLE songs (a); PRAGMA user_version = 2", "another program's"),
+        ("CREATE TABLE songs (a); PRAGMA user_version = 3", "another program's"),
         (
-            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 2",
+            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 3",
             "backup of it in its place",
         ),
     ],
@@ -571,3 +579,40 @@ async def test_commits_reach_the_disk(tmp_path: Path) -> None:
         assert modes == ["wal", 2]  # 2 = FULL
     finally:
         await registry.close()
+
+
+def shown(turn_record: TurnRecord, *names: str) -> TurnRecord:
+    pictures = tuple(
+        Picture(content_hash=name, message=1, at=0, start=i, rows=2, cols=2, n_tokens=1, width=32, height=32, n_bytes=3)
+        for i, name in enumerate(names)
+    )
+    return dataclasses.replace(turn_record, pictures=pictures)
+
+
+async def test_pixels_are_kept_once_and_as_long_as_a_session_shows_them(open_registry: Open) -> None:
+    registry = await open_registry()
+    for name in ("a", "b"):
+        await registry.create_session(session(name))
+    first = shown(turn(session_id="a"), "x", "y")
+    await registry.begin_turn(first, {"x": b"X\0", "y": b"Y"})
+    await registry.begin_turn(shown(turn(session_id="b"), "y", "z"), {"y": b"Y", "z": b"Z"})
+    await finish(registry, session_id="a")
+    await finish(registry, session_id="b")
+    await registry.fork_session("a", session("fork"), None)
+    registry = await open_registry()
+    assert (await registry.get_turn("a", "")).pictures == first.pictures
+    assert await registry.pixels(["x", "y", "z", "none"]) == {"x": b"X\0", "y": b"Y", "z": b"Z"}
+    await registry.delete_session("a")
+    assert set(await registry.pixels("xyz")) == {"x", "y", "z"}
+    await registry.delete_session("fork")
+    assert set(await registry.pixels("xyz")) == {"y", "z"}
+    await registry.delete_session("b")
+    assert await registry.pixels("xyz") == {}
+
+
+async def test_pixels_of_a_turn_that_may_not_begin_are_not_kept(registry: Registry) -> None:
+    await registry.create_session(session())
+    await registry.begin_turn(turn())
+    with pytest.raises(SessionBusy):
+        await registry.begin_turn(shown(turn("t2"), "x"), {"x": b"X"})
+    assert await registry.pixels("x") == {}

@@ -12,6 +12,7 @@ from kvferry.client.sdk import Client, Sampling
 from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.conversation import TurnRequest, hold_turn
 
+from .pictures import picture
 from .rig import Control, Strike, options, placed_on
 
 N_TOKENS = 700  # a model this small answers faster than a signal arrives
@@ -19,17 +20,33 @@ N_TRIES = 5
 
 
 @pytest.mark.parametrize(
-    ("name", "quant"), [("qwen2_bias_f32", "q8"), ("qwen3_tied_bf16", "q4"), ("qwen3moe_mixed_f32", "q8")]
+    ("name", "quant", "sees"),
+    [
+        ("llama_tied_bf16", "q8", False),
+        ("qwen2_bias_f32", "q8", False),
+        ("qwen3_tied_bf16", "q4", False),
+        ("qwen3moe_mixed_f32", "q8", False),
+        ("qwen3vl_tied_bf16", "q8", True),
+        ("qwen3vlmoe_bf16", "q8", True),
+    ],
 )
 def test_killed_mid_answer_nothing_is_lost_twice_or_different(
-    name: str, quant: str, chat_model: Callable[[str], Path], tmp_path: Path
+    name: str, quant: str, sees: bool, chat_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = chat_model(name)
     quantised = {"node_arguments": ("--quant", quant)}
     settings = options(str(folder), tmp_path / "cluster", n_nodes=2, kv_memory="64MiB", context=1024, **quantised)
     with LocalCluster(settings) as cluster, Client(cluster.address) as client:
         control = Control(cluster)
-        asked = (TurnRequest(f"Tell me a story, {i}.", N_TOKENS, Sampling(temperature=0.8, seed=i)) for i in range(40))
+        asked = (
+            TurnRequest(
+                f"Tell me a story, {i}.",
+                N_TOKENS,
+                Sampling(temperature=0.8, seed=i),
+                images=(picture(i), picture(-i % 7, 64, 128)) if sees else (),
+            )
+            for i in range(40)
+        )
         whole = (turn for turn in asked if len(control.answer(turn).received) == N_TOKENS)
         for turn in islice(whole, N_TRIES):
             strike = Strike(3, cluster.kill_node)

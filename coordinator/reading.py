@@ -1,0 +1,25 @@
+"""What a reader of a turn may ask for, and what it is told when the coordinator stops."""
+
+from __future__ import annotations
+
+from kvferry.coordinator.errors import IndexOutOfRange, Stopping
+from kvferry.coordinator.registry import FinishReason
+
+
+def stopping() -> Stopping:
+    return Stopping("the coordinator is stopping; the turn goes on when it is back: resume it then")
+
+
+def is_whole(reason: int) -> bool:
+    """The answer has all its tokens.
+
+    One that was cancelled or given up after a restart may have fewer than an earlier reader got: whoever comes back
+    for more is told how it ended.
+    """
+    return reason not in {FinishReason.CANCELLED, FinishReason.ERROR}
+
+
+def check_index(from_index: int, n_tokens: int) -> None:
+    """Raises IndexOutOfRange. One past the last token is allowed: only the finish is left then."""
+    if from_index > n_tokens:
+        raise IndexOutOfRange(f"from_index is {from_index} and the answer has at most {n_tokens} tokens")
