@@ -56,6 +56,7 @@ def as_lines(status: worker_pb2.GetNodeStatusResponse) -> list[tuple[str, str]]:
         ("K/V memory", f"{load.kv_bytes_used / 2**20:.0f} of {load.kv_bytes_budget / 2**20:.0f} MiB"),
         ("sessions", ", ".join(f"{s.session_id} ({s.n_tokens} rows)" for s in status.resident) or "none"),
         ("speed", f"prefill {load.prefill_tokens_per_second:.0f}, decode {load.decode_tokens_per_second:.1f} tokens/s"),
+        ("speculation", f"{load.tokens_accepted} of {load.tokens_proposed} proposed tokens were right"),
         ("event loop", _lag(status.process)),
         ("store", "ok" if load.store_ok else load.store_error),
         (

@@ -36,6 +36,8 @@ def node() -> None:
 @click.option("--decode-slowdown", type=float, help="Longest step beside prompts, in steps without.  [default: 2.25]")
 @click.option("--quant", help="q8 or q4: what float weights become; all nodes of a fleet the same.  [default: q8]")
 @click.option("--step-seconds", type=float, help="Longest step of prompts alone.  [default: 0.5]")
+@click.option("--speculate", help="off, ngram (tokens from the text so far) or draft: propose tokens.  [default: off]")
+@click.option("--draft-model", help="Small model of the same family, for --speculate draft.")
 @click.option("--max-sessions", type=int, help="Sessions kept in memory.  [default: 512]")
 @click.option("--store-max-bytes", help="Size the store may grow to.  [default: 16GiB]")
 @click.option("--store-max-files", type=int, help="Snapshots the store may hold.  [default: 4096]")

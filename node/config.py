@@ -84,6 +84,12 @@ class NodeConfig(BaseSettings):
     step_seconds: float = Field(
         default=0.5, gt=0, le=60, description="longest step without running turns: a stop takes effect after it"
     )
+    speculate: Literal["off", "ngram", "draft"] = Field(
+        default="off", description="propose tokens from the text so far, or from the draft model"
+    )
+    draft_model: str | None = Field(
+        default=None, validate_default=True, description="small model of the same family that proposes tokens"
+    )
     max_sessions: int = Field(default=512, ge=1, le=100_000, description="sessions kept in memory")
     store_max_bytes: ByteSize = Field(default=ByteSize(16 << 30), ge=1 << 20, description="size the store may grow to")
     store_max_files: int = Field(default=4096, ge=1, description="snapshots the store may hold")
@@ -170,6 +176,16 @@ class NodeConfig(BaseSettings):
     def store_place(self) -> StorePlace | None:
         """Where snapshots lie, and how they are sealed."""
         return None if self.store is None else StorePlace(self.store, self.store_key_file, self.store_encrypted)
+
+    @field_validator("draft_model")
+    @classmethod
+    def _is_of_use(cls, value: str | None, info: ValidationInfo) -> str | None:
+        is_wanted = info.data.get("speculate") == "draft"
+        if is_wanted and value is None:
+            raise ValueError("is missing: speculate draft needs one")
+        if value is not None and not is_wanted:
+            raise ValueError("is only of use with speculate draft")
+        return value
 
     def check_here(self) -> None:
         """What only the machine that it is for can tell; raises ConfigInvalid."""

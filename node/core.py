@@ -270,6 +270,8 @@ class NodeCore:
         self.totals.engine_steps = counters.n_steps
         self.totals.rows_prefilled = counters.n_rows_prefilled
         self.totals.tokens_generated = counters.n_tokens_generated
+        self.totals.tokens_proposed = counters.n_tokens_proposed
+        self.totals.tokens_accepted = counters.n_tokens_accepted
 
     # Restores.
 

@@ -48,6 +48,8 @@ class Totals:
 
     rows_prefilled: int = 0
     tokens_generated: int = 0
+    tokens_proposed: int = 0
+    tokens_accepted: int = 0
     engine_steps: int = 0
     snapshots_published: int = 0
     snapshots_failed: int = 0

@@ -21,6 +21,7 @@ from kvferry.engine.pacing import StepPacer
 from kvferry.engine.sampling import warm_up
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.selftest import self_test
+from kvferry.engine.speculation import Speculator
 from kvferry.engine.text.model import TextModel
 from kvferry.engine.vision.positions import Grid
 from kvferry.node.audit import RestoreAudit
@@ -32,6 +33,7 @@ from kvferry.node.io_threads import IoThreads
 from kvferry.node.messages import LookDone
 from kvferry.node.ports import CoreLimits
 from kvferry.node.rules import Rules
+from kvferry.node.speculating import make_speculator
 from kvferry.node.state import Identity, Serving
 from kvferry.node.store_path import check_store
 from kvferry.node.vision_thread import VisionThread
@@ -66,6 +68,7 @@ def load_serving(
     engine = Engine.load(path, options)
     self_test(config.n_threads)
     _warm_up(engine)
+    speculator, draft = make_speculator(config, engine)
     threads: list[EngineThread] = []
     io = None
     vision = _vision_thread(config, engine, lambda done: threads[0].send(done))  # noqa: PLW0108 - the thread is made below
@@ -78,7 +81,7 @@ def load_serving(
             pool=engine.pool,
         )
         _start(io)
-    threads.append(_make_engine_thread(config, engine, io, vision, loop, on_fatal))
+    threads.append(_make_engine_thread(config, engine, speculator, io, vision, loop, on_fatal))
     seen = engine.config.vision if vision is not None else None
     text = TextModel.load(path)
     return Serving(
@@ -87,8 +90,13 @@ def load_serving(
         io=io,
         vision=vision,
         rules=Rules(text),
-        close_engine=engine.close,
+        close_engine=partial(_close, [engine] if draft is None else [engine, draft]),
     )
+
+
+def _close(engines: list[Engine]) -> None:
+    for engine in engines:
+        engine.close()
 
 
 def _vision_thread(config: NodeConfig, engine: Engine, deliver: Callable[[LookDone], None]) -> VisionThread | None:
@@ -158,6 +166,7 @@ def _warm_up(engine: Engine) -> None:
 def _make_engine_thread(
     config: NodeConfig,
     engine: Engine,
+    speculator: Speculator | None,
     io: IoThreads | None,
     vision: VisionThread | None,
     loop: asyncio.AbstractEventLoop,
@@ -172,9 +181,12 @@ def _make_engine_thread(
         saves_images=config.store_version == vlkv3.VERSION,
     )
     pacer = StepPacer(target_ratio=config.decode_slowdown, step_seconds=config.step_seconds)
+    scheduler = Scheduler(
+        engine, max_running=config.max_running, clock=time.monotonic, pacer=pacer, speculator=speculator
+    )
     return EngineThread(
         lambda post: NodeCore(
-            scheduler=Scheduler(engine, max_running=config.max_running, clock=time.monotonic, pacer=pacer),
+            scheduler=scheduler,
             pool=engine.pool,
             new_sequence=engine.new_sequence,
             io=io,

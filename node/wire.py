@@ -194,6 +194,8 @@ def load_message(view: NodeView, totals: Totals, store_error: str, store_id: str
         kv_bytes_budget=view.kv_bytes_budget,
         rows_prefilled=totals.rows_prefilled,
         tokens_generated=totals.tokens_generated,
+        tokens_proposed=totals.tokens_proposed,
+        tokens_accepted=totals.tokens_accepted,
         engine_steps=totals.engine_steps,
         stalled_seconds=view.stalled_seconds(now),
         prefill_tokens_per_second=totals.prefill_rate.per_second,

@@ -478,6 +478,8 @@ class NodeLoad(_message.Message):
     STORE_ID_FIELD_NUMBER: _builtins.int
     BLOCKS_AUDITED_FIELD_NUMBER: _builtins.int
     BLOCKS_WRONG_FIELD_NUMBER: _builtins.int
+    TOKENS_PROPOSED_FIELD_NUMBER: _builtins.int
+    TOKENS_ACCEPTED_FIELD_NUMBER: _builtins.int
     n_running: _builtins.int
     n_queued: _builtins.int
     kv_bytes_used: _builtins.int
@@ -501,6 +503,9 @@ class NodeLoad(_message.Message):
     blocks_audited: _builtins.int
     """Blocks of restored rows that were computed again in idle time, and those whose bits differed: an alarm."""
     blocks_wrong: _builtins.int
+    tokens_proposed: _builtins.int
+    """Speculation: tokens that were proposed and verified, and how many of them were right."""
+    tokens_accepted: _builtins.int
     def __init__(
         self,
         *,
@@ -523,10 +528,12 @@ class NodeLoad(_message.Message):
         store_id: _builtins.str = ...,
         blocks_audited: _builtins.int = ...,
         blocks_wrong: _builtins.int = ...,
+        tokens_proposed: _builtins.int = ...,
+        tokens_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_audited", b"blocks_audited", "blocks_wrong", b"blocks_wrong", "decode_tokens_per_second", b"decode_tokens_per_second", "engine_steps", b"engine_steps", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "n_queued", b"n_queued", "n_running", b"n_running", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restore_bytes_per_second", b"restore_bytes_per_second", "rows_prefilled", b"rows_prefilled", "snapshots_failed", b"snapshots_failed", "snapshots_published", b"snapshots_published", "snapshots_refused", b"snapshots_refused", "stalled_seconds", b"stalled_seconds", "store_error", b"store_error", "store_id", b"store_id", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_audited", b"blocks_audited", "blocks_wrong", b"blocks_wrong", "decode_tokens_per_second", b"decode_tokens_per_second", "engine_steps", b"engine_steps", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "n_queued", b"n_queued", "n_running", b"n_running", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restore_bytes_per_second", b"restore_bytes_per_second", "rows_prefilled", b"rows_prefilled", "snapshots_failed", b"snapshots_failed", "snapshots_published", b"snapshots_published", "snapshots_refused", b"snapshots_refused", "stalled_seconds", b"stalled_seconds", "store_error", b"store_error", "store_id", b"store_id", "store_ok", b"store_ok", "tokens_accepted", b"tokens_accepted", "tokens_generated", b"tokens_generated", "tokens_proposed", b"tokens_proposed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
