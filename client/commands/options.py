@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from collections.abc import Callable
@@ -40,7 +41,12 @@ def json_option(command: Command) -> Command:
 
 def print_json(value: Any) -> None:
     """Dataclasses and lists of them as JSON."""
-    click.echo(json.dumps(value, default=dataclasses.asdict, indent=2))
+    click.echo(json.dumps(value, default=_plain, indent=2))
+
+
+def _plain(value: Any) -> Any:
+    """Bytes, such as an image's, in base64."""
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else dataclasses.asdict(value)
 
 
 def print_table(columns: list[str], rows: list[list[str]], empty: str) -> None:

@@ -51,6 +51,9 @@ def show(session_id: str, coordinator: str, as_json: bool) -> None:
     for turn in details.turns:
         for message in turn.messages:
             click.echo(f"\n[{message.role}] {message.content}")
+            for image in message.images:
+                size = f"{image.width} x {image.height} pixels, {image.n_tokens} tokens"
+                click.echo(f"[image {image.content_hash[:12]}, {size}, before character {image.at}]")
         nodes = ", ".join(dict.fromkeys(p.node_id for p in turn.placements)) or "no node yet"
         click.echo(f"\n[assistant, {turn.n_answer_tokens} tokens, {nodes}, {turn.state.value}] {turn.answer}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -102,6 +103,11 @@ def test_chat_shows_a_picture_and_says_what_is_wrong_with_one(seeing: LocalClust
     )
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "error: image 1 of 1: the image is not a file of the kinds PNG, JPEG, WEBP" in refused.stderr
+    show = [*KVFERRY, "sessions", "show", "seen", "--coordinator", seeing.address]
+    shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    assert "160 x 96 pixels, 15 tokens, before character 0]" in shown
+    told = json.loads(subprocess.run([*show, "--json"], capture_output=True, text=True, check=True).stdout)
+    assert told["turns"][0]["messages"][0]["images"][0]["n_tokens"] == 15
     with Client(seeing.address) as client:
         details = client.session("seen").details()
         (image,) = details.turns[0].messages[0].images
