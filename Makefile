@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine bench-quality bench-store bench-resume bench-coordinator storm clean
+.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine bench-quality bench-serving bench-store bench-resume bench-coordinator storm clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,8 +24,8 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@touch $@ $(VENV)/.runtime
 
 $(VENV)/.bench: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[bench]'
-	@touch $@
+	@$(BIN)/python -m pip install --disable-pip-version-check --editable '.[bench]' && touch $@ \
+		|| echo "llama.cpp was not built here: the bench takes a llama-bench on the PATH, or runs alone"
 
 setup: $(VENV)/.runtime ## make the venv with what kvferry needs to run
 
@@ -61,7 +61,7 @@ format: $(VENV)/.dev ## format and fix what can be fixed
 proto: $(VENV)/.dev ## generate the stubs anew
 	$(BIN)/python -m kvferry.proto.generate
 
-bench: bench-engine bench-quality bench-store bench-resume bench-coordinator ## every benchmark: ratios against a peer in the same run
+bench: bench-engine bench-quality bench-serving bench-store bench-resume bench-coordinator ## every benchmark: ratios against a peer in the same run
 
 bench-engine: $(VENV)/.runtime $(VENV)/.bench ## prefill and decode beside llama.cpp
 	$(BIN)/kvferry models fetch smollm2-135m
@@ -70,6 +70,11 @@ bench-engine: $(VENV)/.runtime $(VENV)/.bench ## prefill and decode beside llama
 bench-quality: $(VENV)/.runtime ## perplexity and best tokens of every kind of weights and K/V rows, against recorded answers
 	$(BIN)/kvferry models fetch smollm2-135m
 	$(BIN)/python -m kvferry.bench.quality
+
+bench-serving: $(VENV)/.runtime ## time between tokens beside a long prompt, and how late the event loop wakes
+	$(BIN)/kvferry models fetch smollm2-135m
+	$(BIN)/python -m kvferry.bench.serving
+	$(BIN)/python -m kvferry.bench.loop_lag
 
 bench-store: $(VENV)/.runtime ## saving and restoring beside dd, what verification costs
 	$(BIN)/python -m kvferry.bench.store
