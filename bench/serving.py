@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.engine.batch import tile_rows
 from kvferry.engine.engine import Engine, EngineOptions
 from kvferry.engine.files.resolve import resolve_model
 from kvferry.engine.kv_cache import KvKind
@@ -73,7 +74,10 @@ class _Bench:
 
     def scheduler(self) -> Scheduler:
         """Without any job."""
-        return Scheduler(self._engine, clock=self._clock, pacer=StepPacer(target_ratio=self._ratio))
+        return Scheduler(self._engine, clock=self._clock, pacer=self._pacer())
+
+    def _pacer(self) -> StepPacer:
+        return StepPacer(target_ratio=self._ratio, tile_rows=tile_rows(self._engine.config))
 
     def measure(self, n_rounds: int) -> Result:
         """All three, round by round."""

@@ -107,6 +107,11 @@ class _Rows:
             getattr(self, name)[:n] = getattr(others, name)[which]
 
 
+def tile_rows(config: ModelConfig) -> int:
+    """Rows of a sequence that attention takes together: it reads the keys once for all of them."""
+    return tile_tokens(config.n_heads // config.n_kv_heads)
+
+
 class StepSlots:
     """Slots for steps of up to ``max_rows`` rows. ``records``: two for each slot, as ``run_steps`` takes them."""
 
@@ -115,7 +120,7 @@ class StepSlots:
         self._rope = rope
         self._rope_at: Final = int(rope.ctypes.data)
         self._rope_stride: Final = rope.strides[0]
-        self._tile_tokens: Final = tile_tokens(config.n_heads // config.n_kv_heads)
+        self._tile_tokens: Final = tile_rows(config)
         self.records: Final[NDArray[Any]] = np.zeros(2 * n_slots, records.STEP)
         self._rows = [_Rows(self.records[i : i + 1], max_rows) for i in range(2 * n_slots)]
         self._kept: list[list[Any]] = [[] for _ in range(n_slots)]

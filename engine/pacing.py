@@ -1,8 +1,9 @@
 """How many prefill rows a step may take, judged by how long steps took. Pure: whoever measures brings the seconds.
 
-Two promises are kept. A step that also decodes takes at most `target_ratio` times as long as the decodes would take by
-themselves, so that a long prompt slows the running sessions by no more than that. A step without decodes takes at most
-`step_seconds`, since a stop takes effect between two steps and a node that shows no progress counts as hung.
+Two promises are kept. Of steps that also decode 99 in 100 take at most `target_ratio` times as long as the decodes
+would take by themselves, so that a long prompt slows the running sessions by no more than that: the pacer aims as far
+below as steps were seen to scatter. A step without decodes takes at most `step_seconds`, since a stop takes effect
+between two steps and a node that shows no progress counts as hung.
 
 What is drawn never depends on this: rows have the same bits in whatever chunks they are computed.
 """
@@ -14,8 +15,16 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-TARGET_RATIO: Final = 2.25
-"""Steps scatter by a tenth: at this one, 99 in 100 of them take no more than 2.5 times as long as without a prompt."""
+TARGET_RATIO: Final = 2.5
+
+SCATTER: Final = 1.11
+"""How much longer than foreseen a long step takes, before enough were seen; and at least and at most, what may be
+learned: a machine that is taken away now and then must not bring a prompt to a halt."""
+LEAST_SCATTER: Final = 1.0
+MOST_SCATTER: Final = 1.25
+SCATTER_WINDOW: Final = 64
+"""Steps whose third longest, beside what was foreseen, counts: the first two are left to chance."""
+SCATTER_KNOWN: Final = 8
 
 WINDOW: Final = 5
 """Measurements whose median counts: two outliers (a step that the kernel took the processor from) do not matter, and
@@ -44,15 +53,17 @@ class StepPacer:
     target_ratio: float = TARGET_RATIO
     step_seconds: float = 0.5
     max_rows: int = 256
+    tile_rows: int = 1  # attention reads a sequence's keys once for so many rows: a few more cost as much as a tile
     _undisturbed: dict[int, deque[float]] = field(default_factory=dict)  # seconds of a step by its number of decodes
     _row_beside: deque[float] = field(default_factory=_window)  # seconds that a prefill row adds to decodes
     _row_alone: deque[float] = field(default_factory=_window)
     _n_beside: deque[int] = field(default_factory=lambda: deque([MIN_ROWS], maxlen=WINDOW))  # rows of mixed steps
+    _surprises: deque[float] = field(default_factory=lambda: deque(maxlen=SCATTER_WINDOW))  # taken by foreseen seconds
     _n_mixed: int = 0  # mixed steps since the latest undisturbed one
     _n_decodes_before: int = 0  # of the latest step, if it only decoded
 
     def __post_init__(self) -> None:
-        if not (self.target_ratio > 1 and self.step_seconds > 0 and self.max_rows >= 1):
+        if not (self.target_ratio > 1 and self.step_seconds > 0 and self.max_rows >= 1 and self.tile_rows >= 1):
             raise ValueError(f"there is no pace of {self!r}")
 
     def rows(self, n_decodes: int) -> int:
@@ -74,6 +85,9 @@ class StepPacer:
             self._n_beside.append(n_prefill_rows)
             undisturbed = self._undisturbed.get(n_decodes)
             if undisturbed and n_prefill_rows >= MIN_ROWS:  # the end of a prompt bears what a step costs anyhow
+                if self._row_beside:
+                    foreseen = median(undisturbed) + n_prefill_rows * median(self._row_beside)
+                    self._surprises.append(seconds / foreseen if foreseen > 0 else 1.0)
                 self._row_beside.append(max(seconds - median(undisturbed), 0.0) / n_prefill_rows)
 
     def _rows_beside(self, n_decodes: int) -> int:
@@ -82,9 +96,18 @@ class StepPacer:
             return 0
         if not self._row_beside:
             return min(MIN_ROWS, self.max_rows)
-        spare = (self.target_ratio - 1) * median(undisturbed)
+        spare = max(self.target_ratio / self._scatter() - 1, 0.0) * median(undisturbed)
         most = max(2 * max(self._n_beside), MIN_ROWS)  # one lucky measurement must not make the next step a long one
-        return self._bounded(spare, median(self._row_beside), most)
+        n_rows = self._bounded(spare, median(self._row_beside), most)
+        left = n_rows % self.tile_rows
+        return n_rows - left if n_rows > self.tile_rows and 2 * left < self.tile_rows else n_rows
+
+    def _scatter(self) -> float:
+        """How much longer than foreseen a step may turn out."""
+        if len(self._surprises) < SCATTER_KNOWN:
+            return SCATTER
+        largest = sorted(self._surprises)[-3]
+        return min(max(largest, LEAST_SCATTER), MOST_SCATTER)
 
     def _rows_alone(self) -> int:
         if not self._row_alone:

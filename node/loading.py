@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.engine.batch import tile_rows
 from kvferry.engine.config import VisionConfig
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.errors import UnsupportedArchitecture
@@ -180,7 +181,9 @@ def _make_engine_thread(
         restore_deadline_seconds=config.restore_deadline_seconds,
         saves_images=config.store_version == vlkv3.VERSION,
     )
-    pacer = StepPacer(target_ratio=config.decode_slowdown, step_seconds=config.step_seconds)
+    pacer = StepPacer(
+        target_ratio=config.decode_slowdown, step_seconds=config.step_seconds, tile_rows=tile_rows(engine.config)
+    )
     scheduler = Scheduler(
         engine, max_running=config.max_running, clock=time.monotonic, pacer=pacer, speculator=speculator
     )
