@@ -55,7 +55,9 @@ class StepPacer:
     max_rows: int = 256
     tile_rows: int = 1  # attention reads a sequence's keys once for so many rows: a few more cost as much as a tile
     _undisturbed: dict[int, deque[float]] = field(default_factory=dict)  # seconds of a step by its number of decodes
-    _row_beside: deque[float] = field(default_factory=_window)  # seconds that a prefill row adds to decodes
+    _row_beside: deque[float] = field(
+        default_factory=_window
+    )  # seconds that a prefill row of a full tile adds to decodes
     _row_alone: deque[float] = field(default_factory=_window)
     _n_beside: deque[int] = field(default_factory=lambda: deque([MIN_ROWS], maxlen=WINDOW))  # rows of mixed steps
     _surprises: deque[float] = field(default_factory=lambda: deque(maxlen=SCATTER_WINDOW))  # taken by foreseen seconds
@@ -86,9 +88,9 @@ class StepPacer:
             undisturbed = self._undisturbed.get(n_decodes)
             if undisturbed and n_prefill_rows >= MIN_ROWS:  # the end of a prompt bears what a step costs anyhow
                 if self._row_beside:
-                    foreseen = median(undisturbed) + n_prefill_rows * median(self._row_beside)
+                    foreseen = median(undisturbed) + self._cost(n_prefill_rows) * median(self._row_beside)
                     self._surprises.append(seconds / foreseen if foreseen > 0 else 1.0)
-                self._row_beside.append(max(seconds - median(undisturbed), 0.0) / n_prefill_rows)
+                self._row_beside.append(max(seconds - median(undisturbed), 0.0) / self._cost(n_prefill_rows))
 
     def _rows_beside(self, n_decodes: int) -> int:
         undisturbed = self._undisturbed.get(n_decodes)
@@ -98,9 +100,17 @@ class StepPacer:
             return min(MIN_ROWS, self.max_rows)
         spare = max(self.target_ratio / self._scatter() - 1, 0.0) * median(undisturbed)
         most = max(2 * max(self._n_beside), MIN_ROWS)  # one lucky measurement must not make the next step a long one
-        n_rows = self._bounded(spare, median(self._row_beside), most)
+        most = min(most, self.max_rows)
+        fitting = spare / row_seconds if (row_seconds := median(self._row_beside)) > 0 else float("inf")
+        n_rows = next((n for n in range(most, MIN_ROWS, -1) if self._cost(n) <= fitting), min(MIN_ROWS, most))
         left = n_rows % self.tile_rows
         return n_rows - left if n_rows > self.tile_rows and 2 * left < self.tile_rows else n_rows
+
+    def _cost(self, n_rows: int) -> float:
+        """Of a prompt's rows, in rows of full tiles: about half of a tile's time goes for reading keys and values, as
+        much for one row as for all (measured at depth 2,000; nearer the beginning less)."""
+        whole = -(-n_rows // self.tile_rows) * self.tile_rows
+        return (n_rows + whole) / 2
 
     def _scatter(self) -> float:
         """How much longer than foreseen a step may turn out."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.pacing import MIN_ROWS, MOST_SCATTER, RULER_EVERY, StepPacer
+from kvferry.engine.pacing import LEAST_SCATTER, MIN_ROWS, MOST_SCATTER, RULER_EVERY, StepPacer
 
 
 @dataclass
@@ -70,10 +70,19 @@ def test_a_machine_that_is_taken_away_now_and_then_does_not_halt_a_prompt() -> N
     assert pacer.rows(4) >= (2.5 / MOST_SCATTER - 1) * 0.013 / 0.001 - 1
 
 
-def test_a_few_rows_beyond_whole_tiles_are_left_for_the_next_step() -> None:
-    for row, expected in ((0.001, 16), (0.0011, 16), (0.0015, 13), (0.0018, 8), (0.003, 6)):  # 19, 17, 13, 10, 6 fit
-        pacer = StepPacer(target_ratio=2.5, tile_rows=8)
-        assert prefill(pacer, Machine(row=row), 4, 2000)[-2][0] == expected
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0195, 8), (0.0205, 8), (0.024, 14), (0.028, 16), (0.012, 5)])
+def test_a_tile_is_filled_since_half_of_its_time_goes_whatever_it_holds(seconds: float, expected: int) -> None:
+    """A tile takes 6 ms and each row one more: 8 rows 14, 9 rows 21, 14 rows 26, 16 rows 28."""
+    pacer = StepPacer(target_ratio=1.1 * LEAST_SCATTER + 1, tile_rows=8)
+    for _ in range(2):
+        pacer.learn(4, 0, seconds)
+    for _ in range(40):
+        n = pacer.rows(4)
+        if n == 0:
+            pacer.learn(4, 0, seconds)
+            continue
+        pacer.learn(4, n, seconds + 0.006 * -(-n // 8) + 0.001 * n)
+    assert abs(pacer.rows(4) - expected) <= 1
 
 
 def test_an_undisturbed_step_is_measured_first_and_again_and_again() -> None:
