@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvferry.engine.batch import Chunk, Sight, StepSlots
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.errors import ContextExceeded, InvalidTokens, OutOfKvMemory, OutOfResources, UnsupportedArchitecture
+from kvferry.engine.files.digest import Progress, no_progress
 from kvferry.engine.files.gguf_file import open_gguf
 from kvferry.engine.files.model_file import ModelFile
 from kvferry.engine.files.open_model import open_model
@@ -24,10 +25,11 @@ from kvferry.engine.kernels.intrinsics import ISA
 from kvferry.engine.kernels.linear import UNIT_ROWS, with_kernels
 from kvferry.engine.kernels.version import NUMERICS_VERSION
 from kvferry.engine.kv_cache import KvGeometry, KvKind, KvPool, KvSequence
-from kvferry.engine.packing import PackedModel, Quant, pack_model
+from kvferry.engine.packing import PackedModel, Quant
 from kvferry.engine.text.model import TextModel
 from kvferry.engine.threads import WorkerThreads
 from kvferry.engine.vision.tower import VisionTower
+from kvferry.engine.weights import LoadedWeights, WeightsMode, load_weights
 from kvferry.engine.workspace import Workspace
 
 __all__ = ["Chunk", "Engine", "EngineOptions", "Sight"]
@@ -41,7 +43,8 @@ _TOKENIZER_KEY: Final = "tokenizer.ggml.model"
 class EngineOptions:
     """``n_threads`` of a step; ``kv_bytes`` of KV memory; ``max_batch_rows`` that one pass takes (more are cut into
     several); ``context_length`` in tokens, at most (and by default) the model's own; ``quant``: what weights become
-    that the kernels cannot take as they are stored; ``kv``: what the cache stores."""
+    that the kernels cannot take as they are stored; ``kv``: what the cache stores; ``weights``: where they lie
+    (weights.py)."""
 
     n_threads: int
     kv_bytes: int
@@ -49,6 +52,7 @@ class EngineOptions:
     context_length: int | None = None
     quant: Quant = "q8"
     kv: KvKind = KvKind.F32
+    weights: WeightsMode = "auto"
 
 
 class Engine:
@@ -61,6 +65,7 @@ class Engine:
         self.config: Final = config
         self.fingerprint: Final = model_fingerprint
         self.kernel_path: Final = ISA.name
+        self.weights = "memory"  # where they lie and why, for a person
         self.n_threads: Final = options.n_threads
         self.context_length: Final = _context_length(config, options)
         self.geometry: Final = KvGeometry(config.n_layers, config.n_kv_heads, config.head_dim, kind=options.kv)
@@ -83,15 +88,33 @@ class Engine:
             raise
 
     @classmethod
-    def load(cls, path: Path, options: EngineOptions) -> Engine:
-        """Open a GGUF file or a checkpoint folder, pack its weights and get the kernels ready.
+    def load(
+        cls,
+        path: Path,
+        options: EngineOptions,
+        *,
+        progress: Progress = no_progress,
+        tokenizer_digest: str | None = None,
+    ) -> Engine:
+        """Open a GGUF file or a checkpoint folder, get its packed weights and the kernels ready.
 
+        ``progress``: of packing, where there is no packed file yet. ``tokenizer_digest``: ``TextModel.digest`` of the
+        same path, where it is loaded already.
         Raises ModelNotFound, ModelInvalid or UnsupportedArchitecture for the model, OutOfKvMemory when ``kv_bytes`` is
         less than one block.
         """
         file = open_model(path)
-        packed = pack_model(file, _context_length(file.config, options), options.quant)
-        engine = cls(packed, options, _fingerprint(file, packed.recipe, options.kv), file)
+        digest = _tokenizer_digest(path) if tokenizer_digest is None else tokenizer_digest
+        weights = load_weights(
+            file,
+            quant=options.quant,
+            context_length=_context_length(file.config, options),
+            want=options.weights,
+            kv_bytes=options.kv_bytes,
+            progress=progress,
+        )
+        engine = cls(weights.packed, options, _fingerprint(file, weights, options.kv, digest), file)
+        engine.weights = weights.how
         engine._warm_up()
         return engine
 
@@ -175,12 +198,12 @@ def _context_length(config: ModelConfig, options: EngineOptions) -> int:
     return min(options.context_length, config.context_length)
 
 
-def _fingerprint(file: ModelFile, recipe: str, kv: KvKind) -> str:
+def _fingerprint(file: ModelFile, weights: LoadedWeights, kv: KvKind, tokenizer_digest: str) -> str:
     return fingerprint(
-        weights_sha256=file.weights_sha256(),
+        weights_sha256=weights.source_sha256,
         config=file.config,
-        quant_recipe=recipe,
-        tokenizer_digest=_tokenizer_digest(file.path),
+        quant_recipe=weights.packed.recipe,
+        tokenizer_digest=tokenizer_digest,
         kv_kind=kv.value,
         numerics_version=NUMERICS_VERSION,
     )

@@ -56,9 +56,11 @@ class PackedModel:
     region: _U8
 
     @classmethod
-    def at(cls, plan: WeightPlan, region: _U8, context_length: int) -> PackedModel:
-        """The model whose weights lie in a region as planned."""
+    def at(cls, plan: WeightPlan, region: _U8, context_length: int, *, is_streamed: bool = False) -> PackedModel:
+        """The model whose weights lie in a region as planned; streamed ones leave memory behind each layer."""
         model, layers = plan.records(region.ctypes.data)
+        if is_streamed:
+            plan.let_go_behind_layers(region.ctypes.data, model, layers)
         rope = rope_table(context_length, plan.config.head_dim, plan.config.rope_theta)
         return cls(plan.config, model, layers, rope, plan.recipe, region)
 

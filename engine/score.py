@@ -22,6 +22,7 @@ from kvferry.engine.vision.preprocess import prepare_image
 from kvferry.engine.vision.prompt import expand_image_tokens
 from kvferry.engine.vision.sight import SeenPrompt
 from kvferry.engine.vision.tower import Features
+from kvferry.engine.weights import WeightsMode
 
 _F32 = NDArray[np.float32]
 
@@ -62,10 +63,11 @@ def score(
     n_greedy: int,
     quant: Quant = "q8",
     kv: KvKind = KvKind.F32,
+    weights: WeightsMode = "auto",
 ) -> Score:
     """Run the engine over the text, ``chunk`` tokens at a time. Raises as ``check_request`` and Engine do."""
     check_request(open_model(path).config, token_ids, images, n_greedy=n_greedy)
-    engine = Engine.load(path, _options(path, len(token_ids) + n_greedy, n_threads, quant, kv))
+    engine = Engine.load(path, _options(path, len(token_ids) + n_greedy, n_threads, quant, kv, weights))
     try:
         features, seen = _look(engine, token_ids, images)
         sequence = engine.new_sequence()
@@ -177,7 +179,9 @@ def _chunk(
     return Chunk(sequence, token_ids, logits, sight)
 
 
-def _options(path: Path, n_tokens: int, n_threads: int, quant: Quant, kv: KvKind) -> EngineOptions:
+def _options(
+    path: Path, n_tokens: int, n_threads: int, quant: Quant, kv: KvKind, weights: WeightsMode
+) -> EngineOptions:
     config = open_model(path).config
     geometry = KvGeometry(config.n_layers, config.n_kv_heads, config.head_dim, kind=kv)
     n_blocks = -(-n_tokens // geometry.block_size) + _SPARE_BLOCKS
@@ -189,6 +193,7 @@ def _options(path: Path, n_tokens: int, n_threads: int, quant: Quant, kv: KvKind
         context_length=n_context,
         quant=quant,
         kv=kv,
+        weights=weights,
     )
 
 

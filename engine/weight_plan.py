@@ -92,12 +92,6 @@ class WeightPlan:
             for index, tensor in enumerate(part.tensors):
                 yield from pieces_of(part, tensor, part.offset + index * part.tensor_bytes)
 
-    def layer_span(self, index: int) -> tuple[int, int]:
-        """Offsets [start, stop) of all that only one layer reads."""
-        prefix = f"layers.{index}."
-        own = [part for part in self.parts if part.name.startswith(prefix)]
-        return own[0].offset, own[-1].offset + own[-1].n_bytes
-
     def records(self, base_at: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """The model's record [1] and those of its layers [n_layers], for a region that lies at ``base_at``."""
         model, layers = _model_record(self.config), np.zeros(self.config.n_layers, records.LAYER)
@@ -110,6 +104,19 @@ class WeightPlan:
         if self.config.tied_embeddings:
             model["head_at"], model["head_kind"] = model["embedding_at"], model["embedding_kind"]
         return model, layers
+
+    def let_go_behind_layers(self, base_at: int, model: NDArray[Any], layers: NDArray[Any]) -> None:
+        """Enter into the records which pages nobody needs behind each layer and behind the logits."""
+        for index in range(self.config.n_layers):
+            start, n_bytes = self._span(f"layers.{index}.")
+            layers[index]["pages_at"], layers[index]["pages_bytes"] = base_at + start, n_bytes
+        start, n_bytes = self._span("embedding" if self.config.tied_embeddings else "head")
+        model["head_pages_at"], model["head_pages_bytes"] = base_at + start, n_bytes
+
+    def _span(self, prefix: str) -> tuple[int, int]:
+        """Offset and bytes of the parts whose names begin so: they lie together and begin on a page."""
+        own = [part for part in self.parts if part.name.startswith(prefix)]
+        return own[0].offset, own[-1].offset + own[-1].n_bytes - own[0].offset
 
 
 def laid_out(config: ModelConfig, parts: list[Part], recipe: str) -> WeightPlan:

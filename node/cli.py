@@ -35,6 +35,7 @@ def node() -> None:
 @click.option("--max-queued", type=int, help="Turns that may wait beside those.  [default: 32]")
 @click.option("--decode-slowdown", type=float, help="Longest step beside prompts, in steps without.  [default: 2.5]")
 @click.option("--quant", help="q8 or q4: what float weights become; all nodes of a fleet the same.  [default: q8]")
+@click.option("--weights", help="auto, memory, mmap or stream: where they lie; see docs/models.md.  [default: auto]")
 @click.option("--step-seconds", type=float, help="Longest step of prompts alone.  [default: 0.5]")
 @click.option("--speculate", help="off, ngram (tokens from the text so far) or draft: propose tokens.  [default: off]")
 @click.option("--draft-model", help="Small model of the same family, for --speculate draft.")

@@ -74,6 +74,9 @@ class NodeConfig(BaseSettings):
     quant: Literal["q8", "q4"] = Field(
         default="q8", description="what weights become that the kernels cannot take as they are stored"
     )
+    weights: Literal["auto", "memory", "mmap", "stream"] = Field(
+        default="auto", description="where packed weights lie: own memory, shared pages, or pages dropped after use"
+    )
     max_queued: int = Field(default=32, ge=0, le=1024, description="turns that may wait beside those")
     decode_slowdown: float = Field(
         default=2.5,

@@ -47,6 +47,8 @@ from kvferry.store.snapshot_store import SnapshotStore
 
 log = logging.getLogger(__name__)
 
+PACKING_LOG_SECONDS = 5.0
+
 WARM_UP_ROWS = (1, 33)
 """A decode, and a prefill over a block's edge: all kernels have run before anybody waits for them."""
 
@@ -65,8 +67,11 @@ def load_serving(
         context_length=config.context,
         quant=config.quant,
         kv=KvKind(config.kv),
+        weights=config.weights,
     )
-    engine = Engine.load(path, options)
+    text = TextModel.load(path)
+    engine = Engine.load(path, options, progress=_PackingLog(time.monotonic), tokenizer_digest=text.digest)
+    log.info("weights: %s", engine.weights)
     self_test(config.n_threads)
     _warm_up(engine)
     speculator, draft = make_speculator(config, engine)
@@ -84,7 +89,6 @@ def load_serving(
         _start(io)
     threads.append(_make_engine_thread(config, engine, speculator, io, vision, loop, on_fatal))
     seen = engine.config.vision if vision is not None else None
-    text = TextModel.load(path)
     return Serving(
         identity=_identity(config, engine, text, seen, boot_id, version),
         engine=threads[0],
@@ -117,6 +121,18 @@ def _vision_thread(config: NodeConfig, engine: Engine, deliver: Callable[[LookDo
     thread = VisionThread(tower, int(config.vision_cache), deliver)
     thread.start()
     return thread
+
+
+class _PackingLog:
+    """Says how far packing is, every few seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._said_at = clock, clock()
+
+    def __call__(self, n_done: int, n_bytes: int) -> None:
+        if self._clock() - self._said_at >= PACKING_LOG_SECONDS:
+            self._said_at = self._clock()
+            log.info("packing weights: %d %% of %.1f GB", 100 * n_done // n_bytes, n_bytes / 1e9)
 
 
 def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
@@ -223,6 +239,7 @@ def _identity(
         fingerprint=engine.fingerprint,
         tokenizer_digest=text.digest,
         kernel_path=engine.kernel_path,
+        weights=engine.weights,
         n_threads=engine.n_threads,
         context_length=engine.context_length,
         vision=vision,

@@ -215,6 +215,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             fingerprint=identity.fingerprint,
             geometry=identity.geometry,
             kernel_path=identity.kernel_path,
+            weights=identity.weights,
             n_threads=identity.n_threads,
             draining=self._state.fence.draining,
             load=serving.load(now),

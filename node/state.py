@@ -33,6 +33,7 @@ class Identity:
     fingerprint: str
     tokenizer_digest: str
     kernel_path: str
+    weights: str  # where they lie and why, for a person
     n_threads: int
     context_length: int
     vision: VisionConfig | None  # of the tower that works here

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import click
 import numpy as np
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
+from kvferry.engine.available import available_memory
 from kvferry.engine.cores import big_cores, capacities
 from kvferry.engine.errors import SelfTestFailed
 from kvferry.engine.kernels.compile_cache import compile_cache
@@ -25,6 +29,7 @@ _TELLING = (
     "sse4.2", "avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vnni", "amx-int8",
     "neon", "dotprod", "i8mm", "sve", "sve2",
 )  # fmt: skip
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _READ_BYTES = 1 << 28
 _READS = 3
 
@@ -51,6 +56,7 @@ def findings() -> Iterator[tuple[str, str, bool]]:
     cache = compile_cache()
     state = "warm: kernels are loaded" if cache.is_warm else "cold: kernels are compiled for this process alone"
     yield "compiled kernels", f"{state} ({cache.folder})", True
+    yield "memory", _memory(), True
     yield "memory read by one thread", f"{read_bandwidth() / 1e9:.1f} GB/s", True
     yield _timed("golden bits, 1 thread", lambda: self_test(1))
     yield _timed("golden bits, 2 threads", lambda: self_test(2))
@@ -73,6 +79,15 @@ def _cores() -> str:
     if not capacities():
         return f"{text}; the kernel states no capacities, so all count as alike"
     return f"{text}; big ones: {', '.join(map(str, sorted(big_cores(allowed))))}"
+
+
+def _memory() -> str:
+    try:
+        huge = re.findall(r"\[(\w+)\]", HUGE_PAGES.read_text())[0]
+    except (OSError, IndexError):
+        huge = "none"
+    effect = "weights lie on them" if huge in {"always", "madvise"} else "decode is slower for it; set it to madvise"
+    return f"{decimal(available_memory())} available; huge pages: {huge}, {effect}"
 
 
 def _timed(name: str, test: Callable[[], None]) -> tuple[str, str, bool]:

@@ -1,4 +1,4 @@
-"""`kvferry models`: fetch, list, inspect and verify. Results go to standard output, progress to standard error."""
+"""`kvferry models`: fetch, list, inspect, pack, verify. Results go to standard output, progress to standard error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console
@@ -14,7 +14,8 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from kvferry.engine.files.catalogue import KNOWN_MODELS, ModelRecord, all_records
+from kvferry.engine.errors import ModelNotFound, UnsupportedArchitecture
+from kvferry.engine.files.catalogue import KNOWN_MODELS, ModelRecord, all_records, cache_root
 from kvferry.engine.files.digest import Progress as ProgressCallback
 from kvferry.engine.files.facts import model_facts
 from kvferry.engine.files.fetch import fetch_model, verify_model
@@ -23,7 +24,7 @@ from kvferry.engine.files.resolve import resolve_model
 
 @click.group()
 def models() -> None:
-    """Fetch, list, inspect and verify models."""
+    """Fetch, list, inspect, pack and verify models."""
 
 
 @models.command()
@@ -91,17 +92,61 @@ def inspect(model: str, as_json: bool, tensors: bool) -> None:
 
 @models.command()
 @click.argument("model")
+@click.option("--quant", default="q8", type=click.Choice(["q8", "q4"]), help="What float weights become.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def pack(model: str, quant: Literal["q8", "q4"], as_json: bool) -> None:
+    """Write a model's weights as the kernels read them into one file of the cache, so that nodes start in seconds."""
+    from kvferry.engine.files.open_model import open_model
+    from kvferry.engine.weights import make_pack, pack_path
+
+    with _bar(f"pack {model}") as progress:
+        spec = make_pack(open_model(resolve_model(model)), quant, progress)
+    path = pack_path(spec)
+    if as_json:
+        facts = {"path": str(path), "bytes": spec.n_file_bytes, "weights_bytes": spec.plan.n_bytes}
+        click.echo(json.dumps({**facts, "source_sha256": spec.source_sha256, "recipe": spec.plan.recipe}, indent=1))
+        return
+    click.echo(f"{model}: {path} ({decimal(spec.n_file_bytes)}), every byte checked")
+
+
+@models.command()
+@click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify(model: str, as_json: bool) -> None:
-    """Compare a fetched model's bytes with the SHA-256 recorded when it came."""
+    """Compare every byte with what was recorded: of a fetched model's files, and of what was packed of it."""
     with _bar("check") as progress:
-        record = verify_model(model, progress)
+        record: ModelRecord | None = None
+        try:
+            record = verify_model(model, progress)
+            packs = _checked_packs(record.path, progress)
+        except ModelNotFound:
+            packs = _checked_packs(resolve_model(model), progress)
+            if not packs:
+                raise
     if as_json:
-        click.echo(json.dumps(_record_facts(record), indent=1))
+        facts = _record_facts(record) if record is not None else {}
+        click.echo(json.dumps({**facts, "packed": [str(path) for path in packs]}, indent=1))
         return
-    for name, entry in record.files.items():
-        click.echo(f"{entry.sha256}  {name}")
-    click.echo(f"{record.name}: every byte is as it was fetched")
+    if record is not None:
+        for name, entry in record.files.items():
+            click.echo(f"{entry.sha256}  {name}")
+        click.echo(f"{record.name}: every byte is as it was fetched")
+    for path in packs:
+        click.echo(f"{path}: every byte is as it was packed")
+
+
+def _checked_packs(path: Path, progress: ProgressCallback) -> list[Path]:
+    """The packed files of a model, after a look at each byte; none for what cannot be run."""
+    if not any((cache_root() / "packed").glob("*.kvfpack")):  # spares the kernels' import
+        return []
+    from kvferry.engine.files.open_model import open_model
+    from kvferry.engine.weights import verify_packs
+
+    try:
+        file = open_model(path)
+    except UnsupportedArchitecture:
+        return []
+    return verify_packs(file, file.weights_sha256(), progress)
 
 
 def _record_facts(record: ModelRecord) -> dict[str, Any]:

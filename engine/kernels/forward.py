@@ -23,6 +23,7 @@ from kvferry.engine.kernels.intrinsics import add_floats, copy_bytes, load_int, 
 from kvferry.engine.kernels.jit import glue, kernel
 from kvferry.engine.kernels.layout import FLOAT_BYTES, QUANT_BLOCK
 from kvferry.engine.kernels.linear import UNIT_ROWS, linear, unpack_row
+from kvferry.engine.kernels.pages import let_go
 from kvferry.engine.kernels.sync import SLOT_SPAN, await_step, enter_step, is_announced, leave_step
 from kvferry.engine.kernels.work import N_KINDS, Run, claim, finish, next_portion, open_phase, portion_size
 
@@ -246,9 +247,13 @@ def forward(models: Any, layers: Any, workspaces: Any, steps: Any, thread: int, 
             _add_to_hidden(run, layer.down_kind, layer.down_at, workspace.gated_at, model.ffn_size, phase + DOWN)
         if index < run.step.n_deepstack:
             _add_deepstack(run, index, phase + DEEPSTACK)
+        if thread == 0:
+            let_go(layer.pages_at, layer.pages_bytes)
     if run.step.n_rows > 0:
         normed = _norm(run, model.output_norm_at, beside + LOGITS_NORM)
         _logits(run, normed, beside + LOGITS)
+        if thread == 0:
+            let_go(model.head_pages_at, model.head_pages_bytes)
 
 
 @kernel

@@ -32,6 +32,8 @@ MODEL: Final = np.dtype(
         ("n_active", np.int64),  # experts that a token goes through
         ("expert_size", np.int64),  # elements inside an expert, whole units
         ("normalise", np.int64),  # 1: the chosen experts' weights are divided by their sum
+        ("head_pages_at", np.int64),  # streamed: the pages to let go of behind the logits; else no bytes
+        ("head_pages_bytes", np.int64),
     ]
 )
 
@@ -42,6 +44,8 @@ LAYER: Final = np.dtype(
     # In a sparse layer gate, up and down are the experts', one after the other, and router_at is float32 [experts,
     # hidden]; in a dense one router_at is 0.
     + [("router_at", np.int64)]
+    # Streamed: the pages of the layer, to let go of behind it; else no bytes.
+    + [("pages_at", np.int64), ("pages_bytes", np.int64)]
     + [
         (f"{tensor}_{field}", np.int64)
         for tensor in ("q", "k", "v", "o", "gate", "up", "down")

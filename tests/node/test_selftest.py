@@ -16,6 +16,7 @@ from kvferry.node.config import NodeConfig
 def test_wrong_bits_end_the_start(monkeypatch, tmp_path):
     monkeypatch.setitem(selftest.GOLDEN, KvKind.Q8, "0" * 64)
     monkeypatch.setattr(loading, "resolve_model", lambda _: tmp_path)
-    monkeypatch.setattr(loading.Engine, "load", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(loading.TextModel, "load", lambda _: SimpleNamespace(digest=""))
+    monkeypatch.setattr(loading.Engine, "load", lambda *_, **__: SimpleNamespace(weights="memory"))
     with pytest.raises(SelfTestFailed, match="cannot share conversations"):
         loading.load_serving(NodeConfig(model="m", threads=1), None, "boot", "version", lambda: None)
