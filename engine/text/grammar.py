@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from kvferry.engine.errors import EngineError, FormatTooComplex, InvalidFormat
 
-CACHED_GRAMMARS: Final = 32
-"""Compiled ones that are kept: a few hundred KB each, and a program asks for the same few over and over."""
+REMEMBERED_GRAMMARS: Final = 256
+"""Those that were found good; a program asks for the same few over and over."""
 
 # llguidance's own limits are for servers with many cores. With these a mask of a hostile expression takes 20 ms at most
 # on a slow one, and its first, which may take most of what a grammar costs, 0.1 s.
@@ -90,51 +90,48 @@ class Grammars:
         self._model = model
         self._lock = threading.Lock()
         self._tokenizer: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()  # the least recently used first
+        self._known_good: OrderedDict[str, None] = OrderedDict()  # the least recently used first
 
     def check(self, grammar: str) -> None:
         """Raises InvalidFormat or FormatTooComplex for a grammar that cannot be followed, or not even by one token."""
-        rule = self.rule(grammar)
-        allowed = np.unpackbits(rule.mask().view(np.uint8), bitorder="little")
-        rule.accept(int(allowed.argmax()))  # what the mask cost too much of shows only now
+        if grammar not in self._known_good:
+            rule = self.rule(grammar)
+            allowed = np.unpackbits(rule.mask().view(np.uint8), bitorder="little")
+            rule.accept(int(allowed.argmax()))  # what the mask cost too much of shows only now
+        with self._lock:
+            self._known_good[grammar] = None
+            self._known_good.move_to_end(grammar)
+            while len(self._known_good) > REMEMBERED_GRAMMARS:
+                self._known_good.popitem(last=False)
 
     def rule(self, grammar: str, answer_ids: Sequence[int] = ()) -> GrammarRule:
         """A rule that has been told the answer tokens so far.
 
         Raises InvalidFormat, FormatTooComplex, and EngineError when the tokens are none that the grammar allows.
         """
-        rule = GrammarRule(self._matcher(grammar), -(-self._model.vocab_size // 32))
+        # Compiled anew for each answer: copies of one matcher share what counts towards its limits, and what is too
+        # complex would depend on the answers before.
+        matcher = _compile(self._loaded_tokenizer(), grammar)
+        rule = GrammarRule(matcher, -(-self._model.vocab_size // 32))
         for token_id in answer_ids:
             rule.mask()  # as it was done when the token was drawn, so that what is too complex here was so there
             rule.accept(int(token_id))
         return rule
 
-    def _matcher(self, grammar: str) -> Any:
-        """A fresh matcher of llguidance's."""
-        with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return self._compiled[grammar].deep_copy()
-            tokenizer = self._loaded_tokenizer()
-        compiled = _compile(tokenizer, grammar)
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
-            return compiled.deep_copy()
-
     def _loaded_tokenizer(self) -> Any:
         """llguidance's view of the vocabulary; takes most of a second for 150,000 tokens."""
-        if self._tokenizer is None:
-            from llguidance import LLTokenizer
+        with self._lock:
+            if self._tokenizer is None:
+                from llguidance import LLTokenizer
 
-            if not self._model.end_token_ids:
-                raise InvalidFormat("this model has no end token, so no answer of it could end when its format is met")
-            vocabulary: Any = _Vocabulary(self._model)
-            self._tokenizer = LLTokenizer(
-                vocabulary, n_vocab=self._model.vocab_size, eos_token=list(self._model.end_token_ids)
-            )
-        return self._tokenizer
+                ends = list(self._model.end_token_ids)
+                if not ends:
+                    raise InvalidFormat(
+                        "this model has no end token, so no answer of it could end when its format is met"
+                    )
+                vocabulary: Any = _Vocabulary(self._model)
+                self._tokenizer = LLTokenizer(vocabulary, n_vocab=self._model.vocab_size, eos_token=ends)
+            return self._tokenizer
 
 
 class _Vocabulary:

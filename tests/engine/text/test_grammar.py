@@ -142,6 +142,23 @@ def test_rules_of_one_grammar_do_not_know_of_each_other(smollm2: TextModel, gram
     assert [together[seed] for seed in range(8)] == alone
 
 
+def test_what_is_too_complex_does_not_depend_on_answers_before(smollm2: TextModel, grammars: Grammars) -> None:
+    """The limits count what one answer needs, not what all answers of a grammar did."""
+    grammar = answer_grammar(smollm2, content=Regex(r"(\w{1,30} ){1,300}"))
+
+    def n_followed(seed: int) -> int:
+        chance, rule = random.Random(seed), grammars.rule(grammar)
+        for n in range(120):
+            try:
+                rule.accept(int(chance.choice(allowed(rule, smollm2)[:-1])))
+            except FormatTooComplex:
+                return n
+        return 120
+
+    alone = [n_followed(0), n_followed(1)]
+    assert [n_followed(1), n_followed(0)] == alone[::-1]
+
+
 # --- thinking and calls
 
 
