@@ -36,7 +36,7 @@ from kvferry.engine.kernels.layout import (
 from kvferry.engine.kernels.linear import UNIT_ROWS, kernels_of
 from kvferry.engine.memory import aligned_empty, huge_empty
 
-_CHAINS: Final = 10  # independent accumulators: more than the instructions' latency, fewer than there are registers
+_CHAINS: Final = 12  # independent accumulators: more than the instructions' latency, fewer than there are registers
 _ROUNDS: Final = 10_000_000
 _REPEATS: Final = 5
 _READ_BYTES: Final = 1 << 30

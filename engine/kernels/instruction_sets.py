@@ -244,8 +244,8 @@ class InstructionSet:
 
 
 _ZMM: Final = LinearShapes(2, 6, 8, {(7, 2): (4, 2), (8, 2): (4, 2)})
-_YMM: Final = LinearShapes(1, 6, 6, {(1, 4): (1, 2), (5, 1): (3, 1), (6, 1): (3, 1)})
-_NEON: Final = LinearShapes(1, 6, 6, {(6, 1): (3, 1)})
+_YMM: Final = LinearShapes(1, 4, 6, {(1, 4): (1, 2), (5, 1): (3, 1), (6, 1): (3, 1)})
+_NEON: Final = LinearShapes(1, 5, 6, {(6, 1): (3, 1)})
 
 INSTRUCTION_SETS: Final = {
     "avx512vnni": InstructionSet("avx512vnni", Vnni(16), 16, 16, "v", _ZMM, 12),
