@@ -136,7 +136,8 @@ class ModelConfig:
     ``rope_adjacent_pairs`` says how the q and k rows lie in the file: True when rope turns elements (2i, 2i+1), as in
     GGUF files of architecture llama, whose rows were permuted on conversion; False when it turns (i, i + head_dim/2).
     ``ffn_size`` is that of dense layers. ``mrope_section``: how many of the head_dim/2 frequencies turn by a token's
-    time, row and column (interleaved); None when all turn by its position.
+    time, row and column (interleaved); None when all turn by its position. ``rope_divisors``: float32 values that the
+    frequencies are divided by, ``rope_magnitude``: what cosines and sines are multiplied by (rope_scaling.py).
 
     Raises ModelInvalid when the figures contradict each other or are out of all proportion.
     """
@@ -159,6 +160,8 @@ class ModelConfig:
     qk_norm: bool = False
     moe: MoeConfig | None = None
     mrope_section: tuple[int, int, int] | None = None
+    rope_divisors: tuple[float, ...] | None = None
+    rope_magnitude: float = 1.0
     vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
@@ -170,11 +173,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelInvalid(f"the model's head_dim is {self.head_dim}; rope turns pairs, so it must be even")
-        _check_positive("model's", self, ("rope_theta", "rms_eps"))
+        _check_positive("model's", self, ("rope_theta", "rms_eps", "rope_magnitude"))
         for token_id in self.end_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ModelInvalid(f"end token {token_id} lies outside the vocabulary of {self.vocab_size}")
         self._check_mrope()
+        self._check_rope_divisors()
         if self.vision is not None:
             self._check_vision(self.vision)
 
@@ -205,6 +209,16 @@ class ModelConfig:
         if section is not None and (min(section) < 0 or sum(section) != self.head_dim // 2):
             raise ModelInvalid(
                 f"the model's mrope_section {section} must share out the {self.head_dim // 2} frequencies of a head"
+            )
+
+    def _check_rope_divisors(self) -> None:
+        divisors = self.rope_divisors
+        if divisors is None:
+            return
+        if len(divisors) != self.head_dim // 2 or not all(math.isfinite(x) and x > 0 for x in divisors):
+            raise ModelInvalid(
+                f"the model's {len(divisors)} rope divisors must be finite, above 0, and one for each of the "
+                f"{self.head_dim // 2} frequencies of a head"
             )
 
     def _check_vision(self, vision: VisionConfig) -> None:

@@ -61,7 +61,8 @@ class PackedModel:
         model, layers = plan.records(region.ctypes.data)
         if is_streamed:
             plan.let_go_behind_layers(region.ctypes.data, model, layers)
-        rope = rope_table(context_length, plan.config.head_dim, plan.config.rope_theta)
+        c = plan.config
+        rope = rope_table(context_length, c.head_dim, c.rope_theta, c.rope_divisors, c.rope_magnitude)
         return cls(plan.config, model, layers, rope, plan.recipe, region)
 
     @property

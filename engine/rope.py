@@ -5,6 +5,7 @@ Only +, -, *, / and rounding to a whole number of float64 are used, which IEEE 7
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import Decimal, localcontext
 from math import factorial
 from typing import Final
@@ -30,26 +31,35 @@ _COS_TERMS: Final = tuple((-1) ** k / factorial(2 * k) for k in range(9))
 _POSITIONS_AT_A_TIME: Final = 4096
 
 
-def inverse_frequencies(head_dim: int, theta: float) -> NDArray[np.float32]:
-    """theta^(-2i / head_dim) for i < head_dim / 2, computed in 40-digit decimals and rounded to float32 once."""
+def inverse_frequencies(head_dim: int, theta: float, divisors: Sequence[float] | None = None) -> NDArray[np.float32]:
+    """theta^(-2i / head_dim) / divisors[i] for i < head_dim / 2, in 40-digit decimals and rounded to float32 once."""
     with localcontext() as context:
         context.prec = 40
         log_theta = Decimal(theta).ln()
         values = [(-log_theta * 2 * i / head_dim).exp() for i in range(head_dim // 2)]
+        if divisors is not None:
+            values = [value / Decimal(divisor) for value, divisor in zip(values, divisors, strict=True)]
         return np.array([np.float32(float(value)) for value in values], dtype=np.float32)
 
 
-def rope_table(n_positions: int, head_dim: int, theta: float) -> NDArray[np.float32]:
-    """float32 [n_positions, 2, head_dim / 2]: cosines, then sines, of the angles of each position.
+def rope_table(
+    n_positions: int,
+    head_dim: int,
+    theta: float,
+    divisors: Sequence[float] | None = None,
+    magnitude: float = 1.0,
+) -> NDArray[np.float32]:
+    """float32 [n_positions, 2, head_dim / 2]: cosines, then sines, of the angles of each position, times ``magnitude``.
 
-    angle = float32(position) * inverse frequency, rounded to float32; cosine and sine in float64, rounded once more.
+    angle = float32(position) * inverse frequency, rounded to float32; cosine and sine in float64, multiplied in
+    float64, rounded once more.
     """
     table = np.empty((n_positions, 2, head_dim // 2), np.float32)
-    frequencies = inverse_frequencies(head_dim, theta)
+    frequencies = inverse_frequencies(head_dim, theta, divisors)
     for start in range(0, n_positions, _POSITIONS_AT_A_TIME):
         positions = np.arange(start, min(start + _POSITIONS_AT_A_TIME, n_positions), dtype=np.float32)
         angles = positions[:, None] * frequencies[None, :]
-        table[start : start + len(positions)] = np.stack(_cos_sin(angles.astype(np.float64)), axis=1)
+        table[start : start + len(positions)] = np.stack(_cos_sin(angles.astype(np.float64)), axis=1) * magnitude
     return table
 
 

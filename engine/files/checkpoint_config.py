@@ -11,10 +11,14 @@ from kvferry.engine.architectures.registry import by_model_type
 from kvferry.engine.config import N_CHANNELS, N_LAYERS_MAX, ImageConfig, ModelConfig, MoeConfig, VisionConfig
 from kvferry.engine.errors import ModelInvalid, UnsupportedArchitecture
 from kvferry.engine.files.fields import Fields, read_json, read_json_if_there
+from kvferry.engine.rope_scaling import Divisors, linear_divisors, llama3_divisors, yarn_divisors, yarn_magnitude
 
 # What the published Qwen3-VL preprocessors state; for folders that state nothing.
 MIN_PIXELS: Final = 65_536
 MAX_PIXELS: Final = 16_777_216
+SCALED: Final = ("linear", "llama3", "yarn")
+FACTOR_MAX: Final = 1024
+HEAD_DIM_MAX: Final = 1024
 _MROPE_SECTION: Final = (24, 20, 20)
 _HALF: Final = (0.5, 0.5, 0.5)
 
@@ -32,17 +36,21 @@ def read_checkpoint_config(folder: Path) -> ModelConfig:
     _refuse_what_is_not_supported(text, architecture)
     rope = _Rope(text)
     try:
+        head_dim, theta = _head_dim(text, architecture), rope.theta(architecture)
+        divisors, magnitude = rope.scaling(head_dim, theta)
         return ModelConfig(
             architecture=architecture.name,
             n_layers=text.integer("num_hidden_layers"),
             hidden_size=text.integer("hidden_size"),
             n_heads=text.integer("num_attention_heads"),
             n_kv_heads=_n_kv_heads(text, architecture),
-            head_dim=_head_dim(text, architecture),
+            head_dim=head_dim,
             ffn_size=text.integer("intermediate_size"),
             vocab_size=text.integer("vocab_size"),
             context_length=text.integer("max_position_embeddings"),
-            rope_theta=rope.theta(architecture),
+            rope_theta=theta,
+            rope_divisors=divisors,
+            rope_magnitude=magnitude,
             rms_eps=text.number("rms_norm_eps"),
             tied_embeddings=whole.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False)),
             rope_adjacent_pairs=False,
@@ -72,6 +80,15 @@ def stated_end_token_ids(folder: Path) -> tuple[int, ...] | None:
     return None
 
 
+def check_scaling(where: object, head_dim: int, theta: float, factor: float, original_context: int) -> None:
+    """Raises ModelInvalid for figures of a scaled rope that cannot be."""
+    if not (1 <= factor <= FACTOR_MAX and theta > 1 and original_context >= 1 and 2 <= head_dim <= HEAD_DIM_MAX):
+        raise ModelInvalid(
+            f"{where}: rope scaled by {factor} from {original_context} positions, with base {theta} and heads of "
+            f"{head_dim}, cannot be: the factor must lie between 1 and {FACTOR_MAX}, the base above 1"
+        )
+
+
 class _Rope:
     """Rope's figures: beside the others with ``rope_scaling``, or together in the newer ``rope_parameters``."""
 
@@ -79,10 +96,11 @@ class _Rope:
         self._text = text
         self._parameters = text.part("rope_parameters" if "rope_parameters" in text else "rope_scaling")
         kind = self._parameters.text("rope_type", self._parameters.text("type", "default"))
-        if kind not in {"default", "mrope"}:
+        if kind not in {"default", "mrope", *SCALED}:
             raise UnsupportedArchitecture(
-                f"{text.where}: rope scaling {kind!r} is not supported; only unscaled rope is"
+                f"{text.where}: rope scaling {kind!r} is not supported; supported are {', '.join(SCALED)}"
             )
+        self._kind = kind
         partial = text.number("partial_rotary_factor", self._parameters.number("partial_rotary_factor", 1.0))
         if partial != 1.0:
             raise UnsupportedArchitecture(f"{text.where}: rope over a part of a head ({partial}) is not supported")
@@ -92,6 +110,29 @@ class _Rope:
         if "rope_theta" in self._parameters:
             return self._parameters.number("rope_theta")
         return self._text.number("rope_theta", old_llama)
+
+    def scaling(self, head_dim: int, theta: float) -> tuple[Divisors | None, float]:
+        """What frequencies are divided by, and what cosines and sines are multiplied by."""
+        if self._kind not in SCALED:
+            return None, 1.0
+        p = self._parameters
+        factor = p.number("factor")
+        original = p.integer("original_max_position_embeddings", self._text.integer("max_position_embeddings"))
+        check_scaling(p.where, head_dim, theta, factor, original)
+        if self._kind == "linear":
+            return linear_divisors(head_dim, factor), 1.0
+        if self._kind == "llama3":
+            low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
+            if not 0 < low < high:
+                raise ModelInvalid(f"{p.where}: rope's low_freq_factor {low} must lie between 0 and {high}")
+            return llama3_divisors(head_dim, theta, factor=factor, low=low, high=high, original_context=original), 1.0
+        if "mscale" in p or "mscale_all_dim" in p or not p.flag("truncate", True):
+            raise UnsupportedArchitecture(f"{p.where}: yarn with mscale, or without truncate, is not supported")
+        fast, slow = p.number("beta_fast", 32.0), p.number("beta_slow", 1.0)
+        if not 0 < slow < fast:
+            raise ModelInvalid(f"{p.where}: rope's beta_slow {slow} must lie between 0 and beta_fast {fast}")
+        divisors = yarn_divisors(head_dim, theta, factor=factor, fast=fast, slow=slow, original_context=original)
+        return divisors, p.number("attention_factor", yarn_magnitude(factor))
 
     def section(self) -> tuple[int, int, int]:
         section = self._parameters.integers("mrope_section", _MROPE_SECTION)

@@ -10,8 +10,15 @@ from kvferry.engine.architectures.base import Architecture
 from kvferry.engine.architectures.registry import by_gguf_name
 from kvferry.engine.config import N_LAYERS_MAX, ImageConfig, ModelConfig, MoeConfig, VisionConfig
 from kvferry.engine.errors import ModelInvalid, UnsupportedArchitecture
-from kvferry.engine.files.checkpoint_config import MAX_PIXELS, MIN_PIXELS, square_side, three_numbers
+from kvferry.engine.files.checkpoint_config import (
+    MAX_PIXELS,
+    MIN_PIXELS,
+    check_scaling,
+    square_side,
+    three_numbers,
+)
 from kvferry.engine.files.fields import Fields
+from kvferry.engine.rope_scaling import Divisors, linear_divisors, yarn_divisors, yarn_magnitude
 
 _PROJECTOR: Final = "qwen3vl_merger"
 _VISION_TOKENS: Final = {
@@ -23,15 +30,19 @@ _VISION_TOKENS: Final = {
 
 
 def read_gguf_config(
-    path: Path, metadata: Mapping[str, Any], tensor_names: Container[str], vocab_size: int | None
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensor_names: Container[str],
+    vocab_size: int | None,
+    rope_divisors: Divisors | None = None,
 ) -> ModelConfig:
     """The shape that a file's metadata states; without its vision tower, which is in another file.
 
-    ``vocab_size``: rows of the embedding, None when there is none. Raises UnsupportedArchitecture, ModelInvalid.
+    ``vocab_size``: rows of the embedding, None when there is none. ``rope_divisors``: the tensor of that purpose, which
+    converters of Llama 3 models write. Raises UnsupportedArchitecture, ModelInvalid.
     """
     facts = _Facts(path, metadata)
     architecture = by_gguf_name(path, facts.whole.text("general.architecture"))
-    _refuse_scaled_rope(facts, tensor_names)
     if vocab_size is None:
         raise ModelInvalid(f"{path}: there is no tensor 'token_embd.weight', so it holds no model weights")
     hidden, n_heads = facts.integer("embedding_length"), facts.integer("attention.head_count")
@@ -42,11 +53,13 @@ def read_gguf_config(
             hidden_size=hidden,
             n_heads=n_heads,
             n_kv_heads=facts.integer("attention.head_count_kv", n_heads),
-            head_dim=facts.integer("attention.key_length", hidden // max(n_heads, 1)),
+            head_dim=(head_dim := facts.integer("attention.key_length", hidden // max(n_heads, 1))),
             ffn_size=_ffn_size(facts, architecture),
             vocab_size=vocab_size,
             context_length=facts.integer("context_length"),
-            rope_theta=facts.number("rope.freq_base", 10_000.0),
+            rope_theta=(theta := facts.number("rope.freq_base", 10_000.0)),
+            rope_divisors=(scaling := _scaled_rope(facts, head_dim, theta, rope_divisors))[0],
+            rope_magnitude=scaling[1],
             rms_eps=facts.number("attention.layer_norm_rms_epsilon"),
             tied_embeddings="output.weight" not in tensor_names,
             rope_adjacent_pairs=architecture.gguf_adjacent_pairs,
@@ -121,11 +134,20 @@ class _Facts:
         return self.whole.number(self.prefix + key, default)
 
 
-def _refuse_scaled_rope(facts: _Facts, tensor_names: Container[str]) -> None:
-    scaling = facts.whole.text(f"{facts.prefix}rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in tensor_names:
-        kind = scaling if scaling != "none" else "llama3"
-        raise UnsupportedArchitecture(f"{facts.path}: rope scaling {kind!r} is not supported; only unscaled rope is")
+def _scaled_rope(facts: _Facts, head_dim: int, theta: float, stored: Divisors | None) -> tuple[Divisors | None, float]:
+    """What frequencies are divided by, and what cosines and sines are multiplied by."""
+    kind = facts.whole.text(f"{facts.prefix}rope.scaling.type", "none")
+    if kind == "none":
+        return stored, 1.0
+    if kind not in {"linear", "yarn"} or stored is not None:
+        raise UnsupportedArchitecture(f"{facts.path}: rope scaling {kind!r} is not supported in a GGUF file")
+    factor = facts.number("rope.scaling.factor")
+    original = facts.integer("rope.scaling.original_context_length", facts.integer("context_length"))
+    check_scaling(facts.path, head_dim, theta, factor, original)
+    if kind == "linear":
+        return linear_divisors(head_dim, factor), 1.0
+    magnitude = facts.number("rope.scaling.attn_factor", 1.0) * yarn_magnitude(factor)
+    return yarn_divisors(head_dim, theta, factor=factor, original_context=original), magnitude
 
 
 def _check_head_dim(facts: _Facts, config: ModelConfig) -> None:

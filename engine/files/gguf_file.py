@@ -24,6 +24,7 @@ from kvferry.engine.files.model_file import map_file
 # A file that is written to twice within the clock's grain may look the same; one this old cannot.
 _SETTLED_NS: Final = 2_000_000_000
 _open_files: WeakValueDictionary[tuple[Path, int, int, int, int], GgufFile] = WeakValueDictionary()
+ROPE_DIVISORS_BYTES_MAX: Final = 4 * 512  # a half of the largest head
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,16 @@ class GgufFile:
         metadata that is missing, of a wrong type, or in contradiction to the tensors.
         """
         embedding = self.tensors.get("token_embd.weight")
-        return read_gguf_config(
-            self.path, self.metadata, self.tensors.keys(), None if embedding is None else embedding.shape[0]
-        )
+        vocab_size = None if embedding is None else embedding.shape[0]
+        return read_gguf_config(self.path, self.metadata, self.tensors.keys(), vocab_size, self._rope_divisors())
+
+    def _rope_divisors(self) -> tuple[float, ...] | None:
+        tensor = self.tensors.get("rope_freqs.weight")
+        if tensor is None:
+            return None
+        if tensor.kind != "f32" or tensor.data.size > ROPE_DIVISORS_BYTES_MAX:
+            raise ModelInvalid(f"{self.path}: rope_freqs.weight is no row of a few float32 numbers")
+        return tuple(np.ascontiguousarray(tensor.data).reshape(-1).view("<f4").astype(float).tolist())
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

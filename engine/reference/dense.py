@@ -15,7 +15,9 @@ def rope_angles(positions: F32, config: ModelConfig) -> F32:
     Interleaved M-RoPE: frequency i turns by the row if i % 3 is 1, by the column if it is 2, as far as their shares of
     ``mrope_section`` reach; all others turn by time.
     """
-    frequencies = inverse_frequencies(config.head_dim // 2, config.rope_theta)
+    frequencies: F32 = inverse_frequencies(config.head_dim // 2, config.rope_theta)
+    if config.rope_divisors is not None:
+        frequencies /= np.array(config.rope_divisors, np.float32)
     angles: F32 = positions[:, :, None] * frequencies
     mixed: F32 = angles[0].copy()
     if config.mrope_section is None:
@@ -32,7 +34,8 @@ def project(x: F32, weights: Weights, config: ModelConfig, angles: F32) -> tuple
     if config.qk_norm:
         q = rms_norm(q, weights.vector("attn_q_norm"), config.rms_eps)
         k = rms_norm(k, weights.vector("attn_k_norm"), config.rms_eps)
-    return rotate(q, angles), rotate(k, angles), v
+    magnitude = np.float32(config.rope_magnitude)
+    return rotate(q, angles) * magnitude, rotate(k, angles) * magnitude, v
 
 
 def attend(q: F32, k: F32, v: F32) -> F32:

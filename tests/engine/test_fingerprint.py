@@ -101,6 +101,7 @@ def test_each_number_of_the_config_changes_it(field: str) -> None:
         "qk_norm": True,
         "moe": None,
         "mrope_section": (10, 12, 10),
+        "rope_divisors": (2.0,) * (SEEING.head_dim // 2),
         "vision": None,
     }
     value: Any = other[field] if field in other else getattr(SEEING, field) + 2
@@ -134,6 +135,8 @@ def test_fields_that_a_model_does_not_use_leave_it_as_it_was() -> None:
         "qk_norm",
         "moe",
         "mrope_section",
+        "rope_divisors",
+        "rope_magnitude",
         "vision",
     }
 
