@@ -228,5 +228,4 @@ def _expert_names(prefix: str, part: str, moe: MoeConfig) -> tuple[str, ...]:
 
 def _native_kind(tensor: Tensor) -> int | None:
     """The kind that a tensor can be packed as without a change of its values."""
-    stored_kind = STORED_KINDS.get(tensor.kind)
-    return None if stored_kind is None or tensor.stored(0, 1) is None else stored_kind.packed_as
+    return STORED_KINDS.get(tensor.kind) if tensor.stored(0, 1) is not None else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,23 +15,16 @@ from kvferry.engine.kernels.layout import WEIGHTS_Q4, WEIGHTS_Q4_WIDE, WEIGHTS_Q
 _U8 = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredKind:
-    """``packed_as``: a kind of packed weights. ``pack``: of kernels/packing_stored.py."""
-
-    packed_as: int
-    pack: Any
-
-
+# The kind of packed weights that each becomes.
 STORED_KINDS: Final = {
-    "q4_0": StoredKind(WEIGHTS_Q4, kernels.pack_q4_0),
-    "q4_1": StoredKind(WEIGHTS_Q4, kernels.pack_q4_1),
-    "q8_0": StoredKind(WEIGHTS_Q8, kernels.pack_q8_0),
-    "q5_0": StoredKind(WEIGHTS_Q8, kernels.pack_q5_0),
-    "q5_1": StoredKind(WEIGHTS_Q5, kernels.pack_q5_1),
-    "q4_k": StoredKind(WEIGHTS_Q4_WIDE, kernels.pack_q4_k),
-    "q5_k": StoredKind(WEIGHTS_Q5, kernels.pack_q5_k),
-    "q6_k": StoredKind(WEIGHTS_Q6, kernels.pack_q6_k),
+    "q4_0": WEIGHTS_Q4,
+    "q4_1": WEIGHTS_Q4,
+    "q8_0": WEIGHTS_Q8,
+    "q5_0": WEIGHTS_Q8,
+    "q5_1": WEIGHTS_Q5,
+    "q4_k": WEIGHTS_Q4_WIDE,
+    "q5_k": WEIGHTS_Q5,
+    "q6_k": WEIGHTS_Q6,
 }
 # How weights and activations are held; part of the fingerprint, since it decides what rows are computed. A file must
 # keep its recipe from one version to the next, or nobody finds the snapshots of it.
@@ -57,8 +49,14 @@ def pack_stored(kind: str, stored: _U8, packed: _U8) -> None:
     if kind == "q4_0":
         minima = _minima_of_q4_0(source)
         kernels.pack_q4_0(*where, minima.ctypes.data)
+    elif kind == "q4_1":
+        kernels.pack_q4_1(*where)
+    elif kind == "q8_0":
+        kernels.pack_q8_0(*where)
     else:
-        STORED_KINDS[kind].pack(*where)
+        from kvferry.engine.kernels.packing_more import PACKERS  # compiled when it is imported, if it was not before
+
+        PACKERS[kind](*where)
 
 
 def _minima_of_q4_0(blocks: _U8) -> NDArray[np.float16]:

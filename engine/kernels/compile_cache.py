@@ -6,6 +6,8 @@ manifest with the SHA-256 of every file, in one atomic replacement. A process us
 file in the manifest is what it was; otherwise a child compiles anew, and processes that start meanwhile wait for it.
 Nothing is ever repaired in place. Where the child fails, the process compiles for itself, in a folder that it removes.
 
+Kernels that few models need are a part of their own, compiled and published when a model first asks for them.
+
 Manifests are named by a digest of everything the machine code depends on: the kernels' sources, the compilers'
 versions, the processor and the kernel path. An edit, an upgrade or another board gets a cache of its own.
 """
@@ -40,6 +42,10 @@ from kvferry.engine.kernels.instruction_sets import host_instruction_set
 
 # An unpublished folder may belong to a process that is compiling just now; after a day it does not.
 _ABANDONED_AFTER_SECONDS: Final = 86_400
+# The parts: what every process needs, and what only models with q5 or K-quant weights do.
+ALWAYS: Final = "always"
+MORE_KINDS: Final = "more-kinds"
+
 _COMPILING_CHILD: Final = "KVFERRY_COMPILING_CHILD"  # set for the process that compiles for others
 
 _log = logging.getLogger(__name__)
@@ -53,10 +59,11 @@ class _Manifest(TypedDict):
 class CompileCache:
     """The folder that this process loads compiled kernels from and compiles them into."""
 
-    def __init__(self, root: Path, key: str) -> None:
+    def __init__(self, root: Path, key: str, part: str = ALWAYS) -> None:
         self._root = root
-        self._manifest = root / f"{key}.json"
-        self._key = key
+        self._part = part
+        self._key = key if part == ALWAYS else f"{key}-{part}"
+        self._manifest = root / f"{self._key}.json"
         published = self._verified()
         if published is None and not _is_compiling_child():
             published = self._compile_in_child()
@@ -81,7 +88,7 @@ class CompileCache:
                 published = self._verified()
                 if published is None:
                     environment = os.environ | {_COMPILING_CHILD: "1"}
-                    command = [sys.executable, "-m", "kvferry.engine.kernels.warm_up"]
+                    command = [sys.executable, "-m", "kvferry.engine.kernels.warm_up", self._part]
                     subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL, timeout=600)
                     published = self._verified()
                 return published
@@ -133,18 +140,22 @@ def _is_compiling_child() -> bool:
     return _COMPILING_CHILD in os.environ
 
 
+def compile_cache(part: str = ALWAYS) -> CompileCache:
+    """This process's cache of a part, under the user's cache directory (or $KVFERRY_CACHE)."""
+    return _compile_cache(part)
+
+
 @cache
-def compile_cache() -> CompileCache:
-    """This process's cache, under the user's cache directory (or $KVFERRY_CACHE)."""
-    return CompileCache(cache_root() / "kernels", _key())
+def _compile_cache(part: str) -> CompileCache:
+    return CompileCache(cache_root() / "kernels", _key(), part)
 
 
 @contextmanager
-def numba_caching_here() -> Iterator[None]:
-    """Functions jitted inside keep their compiled code in ``compile_cache().folder``."""
+def numba_caching_here(part: str = ALWAYS) -> Iterator[None]:
+    """Functions jitted inside keep their compiled code in ``compile_cache(part).folder``."""
     config: Any = numba.config
     before = config.CACHE_DIR
-    config.CACHE_DIR = str(compile_cache().folder)
+    config.CACHE_DIR = str(compile_cache(part).folder)
     try:
         yield
     finally:

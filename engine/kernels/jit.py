@@ -8,24 +8,24 @@ from typing import Any
 import numba
 from llvmlite import binding
 
-from kvferry.engine.kernels.compile_cache import numba_caching_here
+from kvferry.engine.kernels.compile_cache import ALWAYS, numba_caching_here
 from kvferry.engine.kernels.cpu_features import tell_compiler
 
 tell_compiler()
 binding.initialize_native_asmparser()  # for kernels that name an instruction (ir_tools.fma_in_place)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: Callable[..., Any], part: str = ALWAYS) -> Any:
     """Compile on first call. A literal argument would get a compilation of its own: wrap it in np.int64 at the call.
 
     Numba's default is no fast-math, and LLVM fuses nothing that was not asked for by name: the bit contract rests on
-    both. ``error_model="numpy"`` makes integer division check nothing.
+    both. ``error_model="numpy"`` makes integer division check nothing. ``part``: of the cache, see compile_cache.py.
     """
-    with numba_caching_here():
+    with numba_caching_here(part):
         return numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function)
 
 
-def callback(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+def callback(signature: Any, part: str = ALWAYS) -> Callable[[Callable[..., Any]], Any]:
     """Jitted code that other jitted code calls by ``.address``; compiled, or loaded, when that is first asked for.
 
     May be defined anew for each value of some integers: they are constants to it, and part of the key it is kept under.
@@ -34,7 +34,7 @@ def callback(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     cfunc: Any = numba.cfunc  # its annotations do not know of the options that it takes
 
     def decorate(function: Callable[..., Any]) -> Any:
-        with numba_caching_here():
+        with numba_caching_here(part):
             return cfunc(signature, cache=True, boundscheck=False, error_model="numpy")(function)
 
     return decorate

@@ -14,6 +14,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from kvferry.engine.kernels.compile_cache import ALWAYS, MORE_KINDS
 from kvferry.engine.kernels.instruction_sets import SINGLE_STREAMS
 from kvferry.engine.kernels.intrinsics import (
     ISA,
@@ -32,6 +33,8 @@ from kvferry.engine.kernels.layout import (
     FLOAT_BYTES,
     QUANT_BLOCK,
     WEIGHT_FORMATS,
+    WEIGHTS_Q4,
+    WEIGHTS_Q8,
     weight_block_bytes,
 )
 
@@ -49,6 +52,7 @@ _STREAMS: Final = SINGLE_STREAMS
 _AHEAD: Final = 40 * CACHE_LINE  # how far ahead each of a single row's streams is asked for
 
 _INT: Final = types.int64
+ALWAYS_KINDS: Final = (WEIGHTS_Q4, WEIGHTS_Q8)
 # Where each of these lies in the kernels of a kind.
 _LINEAR: Final = 0
 _UNPACK_ROW: Final = 8
@@ -112,6 +116,11 @@ def with_kernels(record: NDArray[Any]) -> NDArray[Any]:
     return bound
 
 
+def _part_of(kind: int) -> str:
+    """Q4 and q8 are what any model's floats become, and what the self-test computes with."""
+    return ALWAYS if kind in ALWAYS_KINDS else MORE_KINDS
+
+
 @glue
 def _tile_of(
     kind: int, n: int, w: int, stride: int, n_blocks: int, x: int, x_stride: int, y: int, y_stride: int, add: int,
@@ -140,7 +149,7 @@ def _make_linear(kind: int) -> Any:
     block_bytes = weight_block_bytes(kind, GROUP_ROWS)
     block_lines = -(-block_bytes // CACHE_LINE)
 
-    @callback(types.void(*[_INT] * 10))
+    @callback(types.void(*[_INT] * 10), _part_of(kind))
     def linear_of_kind(
         weights: int,
         n_blocks: int,
@@ -192,7 +201,7 @@ def _make_unpack_row(kind: int) -> Any:
     nibbles, is_signed, has_minimum, n_scales = form.nibbles, form.is_signed, form.has_minimum, form.n_scales
     scale_bytes, scales_at = form.scale_bytes, form.integer_bytes * GROUP_ROWS
 
-    @callback(types.void(*[_INT] * 4))
+    @callback(types.void(*[_INT] * 4), _part_of(kind))
     def unpack_row_of_kind(weights: int, n_blocks: int, row: int, y: int) -> None:
         """d * integer, or d * integer + m."""
         lane = row % GROUP_ROWS

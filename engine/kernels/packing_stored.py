@@ -12,44 +12,30 @@ from typing import Final
 import numpy as np
 
 from kvferry.engine.kernels.intrinsics import (
-    load_byte,
-    load_half,
     load_int16,
     load_word,
-    store_float,
     store_int16,
     store_int32,
 )
-from kvferry.engine.kernels.jit import kernel
+from kvferry.engine.kernels.jit import glue, kernel
 from kvferry.engine.kernels.layout import (
     WEIGHTS_Q4,
-    WEIGHTS_Q4_WIDE,
-    WEIGHTS_Q5,
-    WEIGHTS_Q6,
     WEIGHTS_Q8,
     weight_block_bytes,
 )
 from kvferry.engine.kernels.linear import GROUP_ROWS
 
-_VECTOR: Final = 4 * GROUP_ROWS
-_NIBBLE_SCALES: Final = 4 * _VECTOR  # where the numbers behind the integers begin, from the block's start
-_BYTE_SCALES: Final = 8 * _VECTOR
+VECTOR: Final = 4 * GROUP_ROWS
+NIBBLE_SCALES: Final = 4 * VECTOR  # where the numbers behind the integers begin, from the block's start
+BYTE_SCALES: Final = 8 * VECTOR
 _HALVES: Final = 2 * GROUP_ROWS  # from one row of numbers to the next
-_FLOATS: Final = 4 * GROUP_ROWS
-
-_LOW: Final = 0x0F0F0F0F
-_ONES: Final = 0x01010101
-_SUPER: Final = 8  # blocks of 32 in a super-block
 
 _Q4_BYTES: Final = weight_block_bytes(WEIGHTS_Q4, GROUP_ROWS)
-_Q8_BYTES: Final = weight_block_bytes(WEIGHTS_Q8, GROUP_ROWS)
-_Q4_WIDE_BYTES: Final = weight_block_bytes(WEIGHTS_Q4_WIDE, GROUP_ROWS)
-_Q5_BYTES: Final = weight_block_bytes(WEIGHTS_Q5, GROUP_ROWS)
-_Q6_BYTES: Final = weight_block_bytes(WEIGHTS_Q6, GROUP_ROWS)
+Q8_BYTES: Final = weight_block_bytes(WEIGHTS_Q8, GROUP_ROWS)
 
 
-@kernel
-def _block_at(packed: int, row: int, n_blocks: int, block: int, block_bytes: int) -> int:
+@glue
+def block_at(packed: int, row: int, n_blocks: int, block: int, block_bytes: int) -> int:
     return packed + (row // GROUP_ROWS * n_blocks + block) * block_bytes
 
 
@@ -57,11 +43,11 @@ def _block_at(packed: int, row: int, n_blocks: int, block: int, block_bytes: int
 def _copy_words(source: int, n: int, target: int) -> None:
     """4 * n bytes to the same lane of n vectors."""
     for j in range(n):
-        store_int32(target + j * _VECTOR, load_word(source + 4 * j))
+        store_int32(target + j * VECTOR, load_word(source + 4 * j))
 
 
-@kernel
-def _copy_half(source: int, target: int) -> None:
+@glue
+def copy_half(source: int, target: int) -> None:
     store_int16(target, load_int16(source))
 
 
@@ -71,10 +57,10 @@ def pack_q4_1(source: int, n_rows: int, packed: int, n_blocks: int) -> None:
     for row in range(n_rows):
         lane = row % GROUP_ROWS
         for block in range(n_blocks):
-            at, target = source + (row * n_blocks + block) * 20, _block_at(packed, row, n_blocks, block, _Q4_BYTES)
+            at, target = source + (row * n_blocks + block) * 20, block_at(packed, row, n_blocks, block, _Q4_BYTES)
             _copy_words(at + 4, np.int64(4), target + 4 * lane)
             for i in range(2):
-                _copy_half(at + 2 * i, target + _NIBBLE_SCALES + _HALVES * i + 2 * lane)
+                copy_half(at + 2 * i, target + NIBBLE_SCALES + _HALVES * i + 2 * lane)
 
 
 @kernel
@@ -83,10 +69,10 @@ def pack_q4_0(source: int, n_rows: int, packed: int, n_blocks: int, minima: int)
     for row in range(n_rows):
         lane = row % GROUP_ROWS
         for block in range(n_blocks):
-            index, target = row * n_blocks + block, _block_at(packed, row, n_blocks, block, _Q4_BYTES)
+            index, target = row * n_blocks + block, block_at(packed, row, n_blocks, block, _Q4_BYTES)
             _copy_words(source + index * 18 + 2, np.int64(4), target + 4 * lane)
-            _copy_half(source + index * 18, target + _NIBBLE_SCALES + 2 * lane)
-            _copy_half(minima + index * 2, target + _NIBBLE_SCALES + _HALVES + 2 * lane)
+            copy_half(source + index * 18, target + NIBBLE_SCALES + 2 * lane)
+            copy_half(minima + index * 2, target + NIBBLE_SCALES + _HALVES + 2 * lane)
 
 
 @kernel
@@ -95,122 +81,6 @@ def pack_q8_0(source: int, n_rows: int, packed: int, n_blocks: int) -> None:
     for row in range(n_rows):
         lane = row % GROUP_ROWS
         for block in range(n_blocks):
-            at, target = source + (row * n_blocks + block) * 34, _block_at(packed, row, n_blocks, block, _Q8_BYTES)
+            at, target = source + (row * n_blocks + block) * 34, block_at(packed, row, n_blocks, block, Q8_BYTES)
             _copy_words(at + 2, np.int64(8), target + 4 * lane)
-            _copy_half(at, target + _BYTE_SCALES + 2 * lane)
-
-
-@kernel
-def _five_bits(nibbles: int, fifths: int, k_group: int) -> int:
-    """Four elements 0..31 of a q5_0 or q5_1 block: a byte holds elements k and k + 16, bit k of 32 tops element k."""
-    word = load_word(nibbles + 4 * (k_group % 4))
-    if k_group >= 4:
-        word = word >> 4
-    bits = (load_word(fifths) >> (4 * k_group)) & 15
-    return (word & _LOW) | ((bits * 0x00204081) & _ONES) << 4  # the product moves bit i to byte i
-
-
-@kernel
-def pack_q5_0(source: int, n_rows: int, packed: int, n_blocks: int) -> None:
-    """To q8: d, 4 bytes of fifth bits, 16 bytes of nibbles; element = d * (integer - 16)."""
-    for row in range(n_rows):
-        lane = row % GROUP_ROWS
-        for block in range(n_blocks):
-            at, target = source + (row * n_blocks + block) * 22, _block_at(packed, row, n_blocks, block, _Q8_BYTES)
-            for k_group in range(8):
-                flipped = _five_bits(at + 6, at + 2, k_group) ^ (_ONES << 4)  # the sign bit of five
-                signs = flipped & (_ONES << 4)
-                store_int32(target + k_group * _VECTOR + 4 * lane, flipped | signs << 1 | signs << 2 | signs << 3)
-            _copy_half(at, target + _BYTE_SCALES + 2 * lane)
-
-
-@kernel
-def pack_q5_1(source: int, n_rows: int, packed: int, n_blocks: int) -> None:
-    """To q5: d, m, 4 bytes of fifth bits, 16 bytes of nibbles."""
-    for row in range(n_rows):
-        lane = row % GROUP_ROWS
-        for block in range(n_blocks):
-            at, target = source + (row * n_blocks + block) * 24, _block_at(packed, row, n_blocks, block, _Q5_BYTES)
-            for k_group in range(8):
-                store_int32(target + k_group * _VECTOR + 4 * lane, _five_bits(at + 8, at + 4, k_group))
-            for i in range(2):
-                store_float(target + _BYTE_SCALES + _FLOATS * i + 4 * lane, load_half(at + 2 * i))
-
-
-@kernel
-def _store_scale_and_minimum(block: int, index: int, target: int) -> None:
-    """d * scale and -(dmin * minimum) of run ``index`` of 8 in a q4_K or q5_K block, one row of numbers apart.
-
-    12 bytes at 4 hold eight scales and eight minima of 6 bits: the first four scales, the first four minima, then the
-    low halves of the others, whose top bits are those of the eight bytes before.
-    """
-    packed = block + 4
-    if index < 4:
-        scale, minimum = load_byte(packed + index) & 63, load_byte(packed + index + 4) & 63
-    else:
-        low = load_byte(packed + index + 4)
-        scale = (low & 15) | load_byte(packed + index - 4) >> 6 << 4
-        minimum = low >> 4 | load_byte(packed + index) >> 6 << 4
-    store_float(target, load_half(block) * np.float32(scale))
-    store_float(target + _FLOATS, -(load_half(block + 2) * np.float32(minimum)))
-
-
-@kernel
-def pack_q4_k(source: int, n_rows: int, packed: int, n_blocks: int) -> None:
-    """To q4_wide: d, dmin, 12 bytes of scales, then 32 bytes for each two runs, one in low nibbles, one in high."""
-    for row in range(n_rows):
-        lane = row % GROUP_ROWS
-        for block in range(n_blocks):
-            run = block % _SUPER
-            at = source + (row * n_blocks + block) // _SUPER * 144
-            target = _block_at(packed, row, n_blocks, block, _Q4_WIDE_BYTES)
-            nibbles, shift = at + 16 + run // 2 * 32, run % 2 * 4
-            for j in range(4):
-                low, high = load_word(nibbles + 4 * j) >> shift, load_word(nibbles + 16 + 4 * j) >> shift
-                store_int32(target + j * _VECTOR + 4 * lane, (low & _LOW) | (high & _LOW) << 4)
-            _store_scale_and_minimum(at, run, target + _NIBBLE_SCALES + 4 * lane)
-
-
-@kernel
-def pack_q5_k(source: int, n_rows: int, packed: int, n_blocks: int) -> None:
-    """To q5: as q4_K with 32 bytes more before the nibbles; bit j of byte i is the fifth bit of element i of run j."""
-    for row in range(n_rows):
-        lane = row % GROUP_ROWS
-        for block in range(n_blocks):
-            run = block % _SUPER
-            at = source + (row * n_blocks + block) // _SUPER * 176
-            target = _block_at(packed, row, n_blocks, block, _Q5_BYTES)
-            nibbles, shift = at + 48 + run // 2 * 32, run % 2 * 4
-            for k_group in range(8):
-                low = load_word(nibbles + 4 * k_group) >> shift
-                fifth = load_word(at + 16 + 4 * k_group) >> run
-                store_int32(target + k_group * _VECTOR + 4 * lane, (low & _LOW) | (fifth & _ONES) << 4)
-            _store_scale_and_minimum(at, run, target + _BYTE_SCALES + 4 * lane)
-
-
-@kernel
-def pack_q6_k(source: int, n_rows: int, packed: int, n_blocks: int) -> None:
-    """To q6: 128 bytes of low nibbles, 64 of top bits, 16 int8 scales, d; element = d * scale * (integer - 32).
-
-    Each half of 128 elements has 64 low bytes (runs 0 and 1 in the low nibbles, 2 and 3 in the high) and 32 top ones
-    (two bits for each of the four runs).
-    """
-    for row in range(n_rows):
-        lane = row % GROUP_ROWS
-        for block in range(n_blocks):
-            run = block % _SUPER
-            at = source + (row * n_blocks + block) // _SUPER * 210
-            target = _block_at(packed, row, n_blocks, block, _Q6_BYTES) + 4 * lane
-            nibbles, shift = at + run // 4 * 64 + run % 2 * 32, run % 4 // 2 * 4
-            tops = at + 128 + run // 4 * 32
-            for k_group in range(8):
-                low = load_word(nibbles + 4 * k_group) >> shift
-                top = load_word(tops + 4 * k_group) >> (run % 4 * 2)
-                flipped = ((low & _LOW) | (top & 0x03030303) << 4) ^ (_ONES << 5)  # the sign bit of six
-                signs = flipped & (_ONES << 5)
-                store_int32(target + k_group * _VECTOR, flipped | signs << 1 | signs << 2)
-            for i in range(2):
-                scale = load_byte(at + 192 + 2 * run + i)
-                if scale > 127:
-                    scale -= 256
-                store_float(target + _BYTE_SCALES + _FLOATS * i, load_half(at + 208) * np.float32(scale))
+            copy_half(at, target + BYTE_SCALES + 2 * lane)

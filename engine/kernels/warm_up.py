@@ -1,10 +1,11 @@
-"""Compile all kernels and publish them: ``python -m kvferry.engine.kernels.warm_up``.
+"""Compile all kernels and publish them: ``python -m kvferry.engine.kernels.warm_up [PART]``.
 
 compile_cache.py runs this in a child process, so that a compiler that crashes takes nothing else down.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 import numba
@@ -12,28 +13,25 @@ import numpy as np
 from numba import types
 
 from kvferry.engine.kernels import forward, packing, packing_stored, records, sync, vision
-from kvferry.engine.kernels.compile_cache import compile_cache
+from kvferry.engine.kernels.compile_cache import ALWAYS, MORE_KINDS, compile_cache
 from kvferry.engine.kernels.layout import WEIGHT_FORMATS
-from kvferry.engine.kernels.linear import kernels_of
+from kvferry.engine.kernels.linear import ALWAYS_KINDS, kernels_of
 
 _INT: Final = types.int64
 
 
 def compile_all() -> None:
-    """Compile, or load from the cache, every function that Python code calls."""
+    """Compile, or load from the cache, every function that Python code calls with any model."""
     typeof: Any = numba.typeof
     record_types = [typeof(np.zeros(1, r)) for r in (records.MODEL, records.LAYER, records.WORKSPACE, records.STEP)]
     forward.run_steps.compile((*record_types, _INT, _INT, _INT))
     sync.prepare_control.compile((_INT, _INT))
     sync.free_slot.compile((_INT, _INT))
     sync.announce_step.compile((_INT, _INT, _INT))
-    for kind in WEIGHT_FORMATS:
+    for kind in ALWAYS_KINDS:
         kernels_of(kind)
-    for pack in (
-        packing_stored.pack_q4_1, packing_stored.pack_q8_0, packing_stored.pack_q5_0, packing_stored.pack_q5_1,
-        packing_stored.pack_q4_k, packing_stored.pack_q5_k, packing_stored.pack_q6_k,
-    ):  # fmt: skip
-        pack.compile((_INT,) * 4)
+    packing_stored.pack_q4_1.compile((_INT,) * 4)
+    packing_stored.pack_q8_0.compile((_INT,) * 4)
     packing_stored.pack_q4_0.compile((_INT,) * 5)
     vision.quantise_rows.compile((_INT,) * 4)
     vision.layer_norm_rows.compile((_INT, _INT, _INT, _INT, _INT, types.float32, _INT))
@@ -47,6 +45,20 @@ def compile_all() -> None:
     packing.pack_floats_q4.compile((floats, scales, scales, bits, bits, packed))
 
 
+def compile_more_kinds() -> None:
+    """The same for what only models with q5 or K-quant weights need."""
+    from kvferry.engine.kernels.packing_more import PACKERS
+
+    for kind in set(WEIGHT_FORMATS) - set(ALWAYS_KINDS):
+        kernels_of(kind)
+    for pack in PACKERS.values():
+        pack.compile((_INT,) * 4)
+
+
 if __name__ == "__main__":
-    compile_all()
-    compile_cache().publish()
+    part = sys.argv[1] if len(sys.argv) > 1 else ALWAYS
+    if part == MORE_KINDS:
+        compile_more_kinds()
+    else:
+        compile_all()
+    compile_cache(part).publish()

@@ -117,7 +117,7 @@ def weights(kind: str, n_rows: int, n_cols: int) -> StoredRows:
 
 def packed(tensor: StoredRows) -> NDArray[np.uint8]:
     n_rows, n_cols = tensor.shape
-    kind = STORED_KINDS[tensor.kind].packed_as
+    kind = STORED_KINDS[tensor.kind]
     n_groups = -(-n_rows // UNIT_ROWS) * UNIT_ROWS // GROUP_ROWS
     shape = (n_groups, n_cols // 32, weight_block_bytes(kind, GROUP_ROWS))
     out = aligned_empty(int(np.prod(shape))).reshape(shape)
@@ -133,7 +133,7 @@ def test_a_linear_layer(kind: str, n_tokens: int) -> None:
     x[0, 64:96] = 0  # a block of zeros has scale 0
     rows, w = quantised(x), packed(tensor)
     y = np.full((n_tokens, 160), 7, np.float32)
-    kernels = kernels_of(STORED_KINDS[kind].packed_as)
+    kernels = kernels_of(STORED_KINDS[kind])
     args = (kernels, address(w), 16, 0, 5, rows.row(0), rows.stride, n_tokens, address(y), 160 * 4)
     linear(*args, 0)
     expected = definition.linear(x, *blocks.parts(kind, tensor.data))
@@ -150,7 +150,7 @@ def test_extreme_integers_stay_exact(kind: str, sign: int, fill: int) -> None:
     rows = blocks.filled_rows(kind, 32, 256, fill)
     x = np.full((5, 256), 127 * sign, np.float32)
     y, activations, w = np.empty((5, 32), np.float32), quantised(x), packed(StoredRows((32, 256), kind, rows))
-    kernels = kernels_of(STORED_KINDS[kind].packed_as)
+    kernels = kernels_of(STORED_KINDS[kind])
     linear(kernels, address(w), 8, 0, 1, activations.row(0), activations.stride, 5, address(y), 128, 0)
     assert same_bits(y, definition.linear(x, *blocks.parts(kind, rows)))
 
@@ -161,7 +161,7 @@ def test_packed_weights_are_what_the_format_s_library_reads(kind: str) -> None:
     tensor = weights(kind, 96, 512)
     w, y = packed(tensor), np.empty((96, 512), np.float32)
     for row in range(96):
-        unpack_row(kernels_of(STORED_KINDS[kind].packed_as), address(w), 16, row, address(y[row]))
+        unpack_row(kernels_of(STORED_KINDS[kind]), address(w), 16, row, address(y[row]))
     expected = blocks.elements(kind, tensor.data)
     # q4_0's m is -8 * d: element 8 is d * 8 + m, a zero of the other sign where d is negative
     assert same_bits(y + np.float32(0), expected + np.float32(0))
