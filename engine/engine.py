@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvferry.engine.batch import Chunk, Sight, StepSlots
 from kvferry.engine.config import ModelConfig
+from kvferry.engine.cores import pin_this_thread
 from kvferry.engine.errors import ContextExceeded, InvalidTokens, OutOfKvMemory, OutOfResources, UnsupportedArchitecture
 from kvferry.engine.files.digest import Progress, no_progress
 from kvferry.engine.files.gguf_file import open_gguf
@@ -44,7 +45,7 @@ class EngineOptions:
     """``n_threads`` of a step; ``kv_bytes`` of KV memory; ``max_batch_rows`` that one pass takes (more are cut into
     several); ``context_length`` in tokens, at most (and by default) the model's own; ``quant``: what weights become
     that the kernels cannot take as they are stored; ``kv``: what the cache stores; ``weights``: where they lie
-    (weights.py)."""
+    (weights.py); ``cores``: the processors that the engine's threads keep to, None for any."""
 
     n_threads: int
     kv_bytes: int
@@ -53,6 +54,7 @@ class EngineOptions:
     quant: Quant = "q8"
     kv: KvKind = KvKind.F32
     weights: WeightsMode = "auto"
+    cores: frozenset[int] | None = None
 
 
 class Engine:
@@ -73,6 +75,7 @@ class Engine:
         self.max_batch_rows: Final = options.max_batch_rows
         self._packed = packed
         self._file = file
+        self._cores: Final = options.cores
         self._workers = WorkerThreads(options.n_threads)
         self._slots = StepSlots(self._workers.n_slots, options.max_batch_rows, config, packed.rope)
         self._workspace = Workspace(config, options.max_batch_rows, options.n_threads, self.pool, options.kv)
@@ -82,7 +85,7 @@ class Engine:
         bound = with_kernels(packed.model), with_kernels(packed.layers)
         self._records = (*bound, self._workspace.record, self._slots.records)
         try:
-            self._workers.start(lambda thread: run_steps(*self._records, thread, options.n_threads, 0))
+            self._workers.start(lambda thread: run_steps(*self._records, thread, options.n_threads, 0), options.cores)
         except OutOfResources:
             self.close()
             raise
@@ -156,6 +159,10 @@ class Engine:
             chunk.sequence.commit(chunk.sequence.n_rows + len(chunk.token_ids))
         ends = accumulate(counts)
         return [logits[end - n : end, : self.config.vocab_size] for end, n in zip(ends, counts, strict=True)]
+
+    def pin_this_thread(self) -> None:
+        """Keep the calling thread, which is to call ``forward``, to the engine's processors."""
+        pin_this_thread(self._cores)
 
     def close(self) -> None:
         """End the worker threads. The engine computes nothing afterwards."""

@@ -61,7 +61,7 @@ def self_test(n_threads: int = 1) -> None:
 
 def computed_bits(n_threads: int = 1) -> dict[KvKind, str]:
     """What this machine computes, as the digests that GOLDEN holds."""
-    packed = pack_model(_made_model(), _CONFIG.context_length)
+    packed = pack_model(made_model(), _CONFIG.context_length)
     found = {}
     for kind in KvKind:
         engine = Engine(packed, EngineOptions(n_threads=n_threads, kv_bytes=1 << 20, kv=kind), "0" * 32)
@@ -101,7 +101,8 @@ class _Numbers:
         return (mixed ^ (mixed >> np.uint64(31))).reshape(shape)
 
 
-def _made_model() -> ModelFile:
+def made_model() -> ModelFile:
+    """The small model, the same on every machine."""
     numbers, c = _Numbers(), _CONFIG
     query, kv = c.n_heads * c.head_dim, c.kv_dim
     tensors: dict[str, Any] = {

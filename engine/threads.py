@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from kvferry.engine.cores import pin_this_thread
 from kvferry.engine.errors import OutOfResources
 from kvferry.engine.kernels.sync import SLOT_SPAN, announce_step, control_bytes, free_slot, prepare_control
 from kvferry.engine.memory import aligned_empty
@@ -37,10 +38,18 @@ class WorkerThreads:
     def n_slots(self) -> int:
         return self._n_threads + 1
 
-    def start(self, serve_steps: ServeSteps) -> None:
-        """Start the threads. Raises OutOfResources when the system gives fewer; those that there are wait for steps."""
+    def start(self, serve_steps: ServeSteps, cores: frozenset[int] | None) -> None:
+        """Start the threads, pinned to ``cores`` if there are any to be pinned to.
+
+        Raises OutOfResources when the system gives fewer; those that there are wait for steps.
+        """
+
+        def work(thread: int) -> None:
+            pin_this_thread(cores)
+            serve_steps(thread)
+
         for thread in range(1, self._n_threads):
-            worker = threading.Thread(target=serve_steps, args=(thread,), name=f"kvferry-engine-{thread}", daemon=True)
+            worker = threading.Thread(target=work, args=(thread,), name=f"kvferry-engine-{thread}", daemon=True)
             try:
                 worker.start()
             except RuntimeError as error:

@@ -50,7 +50,7 @@ def as_lines(status: worker_pb2.GetNodeStatusResponse) -> list[tuple[str, str]]:
     return [
         ("node", f"{status.node_id}, kvferry {status.version}, up {status.uptime_seconds:.0f} s"),
         ("model", f"{status.model}, fingerprint {status.fingerprint}, context {status.context_length}"),
-        ("engine", f"{status.kernel_path}, {status.n_threads} threads"),
+        ("engine", f"{status.kernel_path}, {status.n_threads} threads on processors {status.cores}"),
         ("weights", status.weights or "not said"),
         ("state", "draining" if status.draining else "serving"),
         ("turns", f"{load.n_running} running, {load.n_queued} waiting, stalled {load.stalled_seconds:.1f} s"),

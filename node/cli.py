@@ -26,7 +26,7 @@ def node() -> None:
 @click.option("--node-id", help="Name of this node, unique in the fleet.  [default: the host's name]")
 @click.option("--listen", help="HOST:PORT to listen at; port 0 takes a free one.  [default: 127.0.0.1:0]")
 @click.option("--advertise", help="HOST[:PORT] at which the coordinator reaches this node, if not --listen.")
-@click.option("--threads", type=int, help="Threads of the engine; 0: one for each processor.  [default: 0]")
+@click.option("--threads", type=int, help="Threads of the engine; 0: one for each big processor.  [default: 0]")
 @click.option("--kv-memory", help="Memory for K/V rows, such as 1GiB.  [default: 1GiB]")
 @click.option("--kv", help="What that memory stores: f32, f16 (half of it) or q8 (a quarter).  [default: f32]")
 @click.option("--vision-cache", help="Memory for what images look like, if the model sees.  [default: 256MiB]")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import tomllib
@@ -17,6 +16,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvferry.engine.cores import choose_cores
 from kvferry.node.errors import ConfigInvalid
 from kvferry.proto.address import parse_address
 from kvferry.proto.ready_file import why_not_ready_file
@@ -58,7 +58,7 @@ class NodeConfig(BaseSettings):
         default=None, validate_default=True, description="HOST[:PORT] the coordinator shall use, if not --listen"
     )
     threads: int = Field(
-        default=0, ge=0, le=1024, description="threads of the engine; 0: one for each processor we may use"
+        default=0, ge=0, le=1024, description="threads of the engine; 0: one for each big processor we may use"
     )
     kv_memory: ByteSize = Field(default=ByteSize(1 << 30), ge=1 << 20, description="memory for K/V rows, such as 1GiB")
     kv: Literal["f32", "f16", "q8"] = Field(
@@ -198,7 +198,7 @@ class NodeConfig(BaseSettings):
     @property
     def n_threads(self) -> int:
         """Threads of the engine."""
-        return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or choose_cores().n_threads
 
     def advertised(self, port: int) -> str:
         """The address at which the coordinator reaches us, given the port we got."""

@@ -58,8 +58,10 @@ class EngineThread:
         make_core: Callable[[Callable[[Turn, Event], None]], NodeCore],
         loop: asyncio.AbstractEventLoop,
         on_fatal: Callable[[], None],
+        prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
+        self._prepare_thread = prepare_thread
         self._on_fatal = on_fatal
         self._commands: queue.Queue[Command] = queue.Queue(maxsize=MAX_COMMANDS)
         self._events: list[tuple[Turn, Event]] = []
@@ -95,6 +97,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            self._prepare_thread()
             while not self._ending:
                 commands = self._take_commands()
                 for command in commands:

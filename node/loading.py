@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvferry.engine.batch import tile_rows
 from kvferry.engine.config import VisionConfig
+from kvferry.engine.cores import choose_cores
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.errors import UnsupportedArchitecture
 from kvferry.engine.files.resolve import resolve_model
@@ -61,8 +62,10 @@ def load_serving(
     path = resolve_model(config.model)
     if config.store_place is not None:
         check_store(config.store_place, config.store_stall_seconds)
+    cores = choose_cores()
     options = EngineOptions(
         n_threads=config.n_threads,
+        cores=cores.pinned,
         kv_bytes=int(config.kv_memory),
         context_length=config.context,
         quant=config.quant,
@@ -88,9 +91,10 @@ def load_serving(
         )
         _start(io)
     threads.append(_make_engine_thread(config, engine, speculator, io, vision, loop, on_fatal))
+    log.info("%d engine threads on processors %s", engine.n_threads, cores)
     seen = engine.config.vision if vision is not None else None
     return Serving(
-        identity=_identity(config, engine, text, seen, boot_id, version),
+        identity=_identity(config, engine, str(cores), text, seen, boot_id, version),
         engine=threads[0],
         io=io,
         vision=vision,
@@ -217,6 +221,7 @@ def _make_engine_thread(
         ),
         loop,
         on_fatal,
+        engine.pin_this_thread,
     )
 
 
@@ -228,7 +233,13 @@ def _audit_of(engine: Engine) -> RestoreAudit:
 
 
 def _identity(
-    config: NodeConfig, engine: Engine, text: TextModel, vision: VisionConfig | None, boot_id: str, version: str
+    config: NodeConfig,
+    engine: Engine,
+    cores: str,
+    text: TextModel,
+    vision: VisionConfig | None,
+    boot_id: str,
+    version: str,
 ) -> Identity:
     geometry = engine.geometry
     return Identity(
@@ -241,6 +252,7 @@ def _identity(
         kernel_path=engine.kernel_path,
         weights=engine.weights,
         n_threads=engine.n_threads,
+        cores=cores,
         context_length=engine.context_length,
         vision=vision,
         geometry=common_pb2.KvGeometry(

@@ -217,6 +217,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             kernel_path=identity.kernel_path,
             weights=identity.weights,
             n_threads=identity.n_threads,
+            cores=identity.cores,
             draining=self._state.fence.draining,
             load=serving.load(now),
             resident=resident_messages(serving.engine.view),

@@ -35,6 +35,7 @@ class Identity:
     kernel_path: str
     weights: str  # where they lie and why, for a person
     n_threads: int
+    cores: str  # that the engine's threads run on
     context_length: int
     vision: VisionConfig | None  # of the tower that works here
     geometry: common_pb2.KvGeometry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import sys
@@ -17,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from kvferry.engine.available import available_memory
-from kvferry.engine.cores import big_cores, capacities
+from kvferry.engine.cores import choose_cores
 from kvferry.engine.errors import SelfTestFailed
 from kvferry.engine.kernels.compile_cache import compile_cache
 from kvferry.engine.kernels.cpu_features import host_features
@@ -74,11 +73,8 @@ def read_bandwidth() -> float:
 
 
 def _cores() -> str:
-    allowed = os.sched_getaffinity(0)
-    text = f"{len(allowed)} may be used, of {os.cpu_count()}"
-    if not capacities():
-        return f"{text}; the kernel states no capacities, so all count as alike"
-    return f"{text}; big ones: {', '.join(map(str, sorted(big_cores(allowed))))}"
+    choice = choose_cores()
+    return f"{choice}; {choice.n_threads} threads, unless told otherwise"
 
 
 def _memory() -> str:

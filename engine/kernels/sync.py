@@ -20,12 +20,16 @@ from kvferry.engine.kernels.layout import CACHE_LINE
 SLOT_SPAN: Final = 2048
 
 # The control area: the announced step's word, then two cache lines for each thread: the word of the step that it is in
-# (0: none); whether it sleeps (1) and a C semaphore to wake it by.
+# (0: none); whether it sleeps (1), a C semaphore to wake it by, and room for the system's clock.
 _THREAD_BYTES: Final = 2 * CACHE_LINE
 _ASLEEP: Final = CACHE_LINE
 _SEMAPHORE: Final = CACHE_LINE + 8
+_TIME: Final = CACHE_LINE + 48
 
-_SPINS: Final = 400  # about 20 microseconds where the spin hint takes 140 cycles
+# How long to spin before sleeping: for a portion that another thread is about to finish, and for the next step, which
+# in a decode comes as soon as a token is drawn; waking a thread takes some tenths of that.
+_SPIN_NANOSECONDS: Final = 20_000
+_STEP_SPIN_NANOSECONDS: Final = 250_000
 _SLEEP_MICROSECONDS: Final = 50
 
 _usleep: Final[Any] = types.ExternalFunction("usleep", types.int32(types.uint32))
@@ -42,12 +46,12 @@ def control_bytes(n_threads: int) -> int:
 
 
 @kernel
-def pause(attempt: int) -> None:
-    """Wait a little for a thread that may have been taken its core: spin first, then sleep.
+def pause(waited: int) -> None:
+    """Wait a little more, after so many nanoseconds, for a thread whose core may have been taken: spin, later sleep.
 
     Nobody yields: the scheduler takes that for the end of a time slice, which a busy neighbour then has.
     """
-    if attempt < _SPINS:
+    if waited < _SPIN_NANOSECONDS:
         spin_hint()
     else:
         _usleep(np.uint32(_SLEEP_MICROSECONDS))
@@ -101,17 +105,16 @@ def announce_step(control: int, n_threads: int, step: int) -> None:
 def await_step(control: int, thread: int, seen: int) -> int:
     """Wait until another step than ``seen`` is announced; returns its word. Spins for a while, then sleeps."""
     at = _of_thread(control, thread)
-    attempt = np.int64(0)
+    started_at = nanoseconds(at + _TIME)
     while atomic_load(control) == seen:
-        if attempt < _SPINS:
+        if nanoseconds(at + _TIME) - started_at < _STEP_SPIN_NANOSECONDS:
             spin_hint()
-            attempt += 1
             continue
         atomic_exchange(at + _ASLEEP, 1)
         if atomic_load(control) == seen:  # announced in between, and there may be nobody to wake us
             _sem_wait(at + _SEMAPHORE)
         atomic_exchange(at + _ASLEEP, 0)
-        attempt = np.int64(0)
+        started_at = nanoseconds(at + _TIME)
     return atomic_load(control)
 
 

@@ -137,19 +137,17 @@ def finish(phase: Phase) -> None:
 @kernel
 def _await_or_retry(phase: Phase) -> int:
     """Nothing is left to take, but something is not done yet."""
-    attempt = np.int64(0)
-    deadline = np.int64(0)
-    if phase.retried:
-        store_int(phase.clock + _TAKEN_AT, np.int64(0))
-        pace = load_int(phase.clock + _PACES + 8 * phase.kind)
-        deadline = nanoseconds(phase.clock) + max(_LEAST_PATIENCE, pace + pace // 2)
+    store_int(phase.clock + _TAKEN_AT, np.int64(0))
+    pace = load_int(phase.clock + _PACES + 8 * phase.kind)
+    patience = max(_LEAST_PATIENCE, pace + pace // 2)
+    started_at = nanoseconds(phase.clock)
     while atomic_load(phase.line + _DONE) < phase.n_portions:
-        if phase.retried and nanoseconds(phase.clock) > deadline:
+        waited = nanoseconds(phase.clock) - started_at
+        if phase.retried and waited > patience:
             portion = _unclaimed(phase)
             if portion >= 0:
                 return portion
-        pause(attempt)
-        attempt += 1
+        pause(waited)
     return -1
 
 

@@ -610,6 +610,7 @@ class GetNodeStatusResponse(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     version: _builtins.str
     model: _builtins.str
@@ -621,6 +622,8 @@ class GetNodeStatusResponse(_message.Message):
     context_length: _builtins.int
     weights: _builtins.str
     """Where the packed weights lie, and why: "memory (679.8 MB needed, ...): 96.8 MB of PATH". For a person."""
+    cores: _builtins.str
+    """that the engine's threads run on, and why, for a person"""
     @_builtins.property
     def geometry(self) -> _common_pb2.KvGeometry: ...
     @_builtins.property
@@ -646,10 +649,11 @@ class GetNodeStatusResponse(_message.Message):
         context_length: _builtins.int = ...,
         process: Global___ProcessHealth | None = ...,
         weights: _builtins.str = ...,
+        cores: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "load", b"load", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "draining", b"draining", "fingerprint", b"fingerprint", "geometry", b"geometry", "kernel_path", b"kernel_path", "load", b"load", "model", b"model", "n_threads", b"n_threads", "node_id", b"node_id", "process", b"process", "resident", b"resident", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "cores", b"cores", "draining", b"draining", "fingerprint", b"fingerprint", "geometry", b"geometry", "kernel_path", b"kernel_path", "load", b"load", "model", b"model", "n_threads", b"n_threads", "node_id", b"node_id", "process", b"process", "resident", b"resident", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from kvferry.engine import selftest
 from kvferry.engine.commands import doctor
-from kvferry.engine.cores import big_cores
 from kvferry.engine.errors import SelfTestFailed
 from kvferry.engine.kernels.instruction_sets import KERNEL_PATH_VARIABLE
 from kvferry.engine.kernels.intrinsics import ISA
@@ -49,20 +47,3 @@ def test_doctor_fails_where_the_bits_are_wrong(monkeypatch):
     result = CliRunner().invoke(doctor.doctor)
     assert result.exit_code == 1
     assert "computes other bits" in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize(
-    ("capacities", "big"),
-    [
-        ({0: 530, 1: 530, 2: 1024, 3: 1024}, {2, 3}),
-        ({0: 1024, 1: 1000}, {0, 1}),
-        ({0: 530}, {0, 1}),  # the kernel does not know all of them
-        ({}, {0, 1}),
-    ],
-    ids=str,
-)
-def test_big_cores_are_told_by_capacity(tmp_path: Path, capacities, big):
-    for core, capacity in capacities.items():
-        (tmp_path / f"cpu{core}").mkdir()
-        (tmp_path / f"cpu{core}/cpu_capacity").write_text(f"{capacity}\n")
-    assert big_cores(set(capacities) if len(capacities) > 1 else {0, 1}, tmp_path) == big
