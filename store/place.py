@@ -14,9 +14,9 @@ from typing import Final
 
 from kvferry.store.errors import StoreMisuse
 from kvferry.store.fs import FileSystem, PosixFileSystem
-from kvferry.store.seals import EncryptedSeal, KeyedSeal, PlainSeal, Seal
+from kvferry.store.seals import KEY_BYTES_MIN, EncryptedSeal, KeyedSeal, PlainSeal, Seal
 
-_S3: Final = "s3://"
+_S3: Final = "s3"
 _KEY_BYTES_MOST: Final = 4096
 
 
@@ -30,8 +30,17 @@ class StorePlace:
 
     @property
     def folder(self) -> Path | None:
-        """The folder; None for an object store."""
-        return None if self.where.startswith(_S3) else Path(self.where)
+        """The folder; None for an object store. Raises StoreMisuse for the address of anything else."""
+        scheme, mark, _ = self.where.partition("://")
+        if mark and scheme.isalnum():
+            if scheme == _S3:
+                return None
+            raise StoreMisuse(
+                f"the store {self.where!r} is neither a folder nor s3://BUCKET/PREFIX; "
+                "for a server that speaks S3, put its address into AWS_ENDPOINT_URL",
+                op="open store",
+            )
+        return Path(self.where)
 
     def open(self) -> tuple[FileSystem, Path, Seal]:
         """The file system, the root in it, and the seal. Does no I/O but reading the key. Raises StoreMisuse."""
@@ -66,6 +75,12 @@ def _read_key(path: Path) -> bytes:
         )
     if len(key) > _KEY_BYTES_MOST:
         raise StoreMisuse(f"the store key {path} is longer than {_KEY_BYTES_MOST} bytes", op="open store", path=path)
+    if len(key) < KEY_BYTES_MIN:
+        raise StoreMisuse(
+            f"the store key {path} holds {len(key)} bytes without white space around them, not {KEY_BYTES_MIN} or more",
+            op="open store",
+            path=path,
+        )
     return key
 
 

@@ -60,7 +60,11 @@ def test_with_a_key_only_who_has_it_reads_what_was_saved(tmp_path: Path, encrypt
 
 @pytest.mark.parametrize(
     ("key", "mode", "said"),
-    [(b"tooshort", 0o600, "needs 16 bytes"), (b"k" * 32, 0o644, "chmod 600"), (b"k" * 5000, 0o600, "longer than 4096")],
+    [
+        (b"tooshort", 0o600, "key holds 8 bytes.*, not 16 or more"),
+        (b"k" * 32, 0o644, "chmod 600"),
+        (b"k" * 5000, 0o600, "longer than 4096"),
+    ],
 )
 def test_a_key_that_cannot_be_used_is_refused_in_a_sentence_that_does_not_tell_it(
     tmp_path: Path, key: bytes, mode: int, said: str
@@ -103,3 +107,15 @@ def test_offline_commands_take_the_key(tmp_path: Path, command: list[str]) -> No
         judged = CliRunner().invoke(kv, [*one, str(files[0]), "--store-key-file", str(key)])
         assert judged.exit_code == 0, judged.output
         assert CliRunner().invoke(kv, [*one, str(files[0])]).exit_code != 0
+
+
+@pytest.mark.parametrize(
+    "where", ["http://10.0.0.1:9000/bucket", "S3://bucket/prefix", "gs://bucket", "file:///mnt/store"]
+)
+def test_the_address_of_anything_else_is_refused_and_makes_no_folder(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreMisuse, match=r"neither a folder nor s3://BUCKET/PREFIX"):
+        StorePlace(where).open()
+    assert list(tmp_path.iterdir()) == []
