@@ -119,3 +119,23 @@ def test_the_address_of_anything_else_is_refused_and_makes_no_folder(
     with pytest.raises(StoreMisuse, match=r"neither a folder nor s3://BUCKET/PREFIX"):
         StorePlace(where).open()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("obstore") is None, reason="pip install obstore")
+@pytest.mark.parametrize("endpoint", ["notaurl", "ftp://10.0.0.1", "http://", "http://host:port", "http://a b/"])
+def test_an_endpoint_that_is_no_address_is_refused_before_anything_is_asked(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(StoreMisuse, match=r"AWS_ENDPOINT_URL .* is not http\(s\)://HOST"):
+        StorePlace("s3://bucket/prefix").open()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("obstore") is None, reason="pip install obstore")
+def test_an_object_store_that_does_not_answer_is_named_with_what_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("ENDPOINT_URL", "http://127.0.0.1:9"), ("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with pytest.raises(OSError, match=r"s3://bucket/prefix: .*AWS_ENDPOINT_URL says which server"):
+        StorePlace("s3://bucket/prefix").open()[0].names("")
