@@ -14,7 +14,7 @@ from kvferry.engine.kernels.attention_ir import RESCALE_LANES
 from kvferry.engine.kernels.forward import LOGITS_PORTIONS
 from kvferry.engine.kernels.layout import CACHE_LINE, FLOAT_BYTES, KV_BLOCK, activation_row_bytes
 from kvferry.engine.kernels.linear import UNIT_ROWS
-from kvferry.engine.kernels.work import CLOCK_BYTES, MOST_PORTIONS, RETRIED_ROWS
+from kvferry.engine.kernels.work import CLOCK_BYTES, LONGEST_RUN, MOST_PORTIONS, RETRIED_ROWS
 from kvferry.engine.kv_cache import KvKind, KvPool
 from kvferry.engine.memory import huge_empty
 from kvferry.engine.weight_plan import whole_blocks
@@ -87,7 +87,8 @@ def _linear_floats(config: ModelConfig, rows: int) -> int:
     all_heads = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
     ffn_size = max(config.ffn_size, config.moe.ffn_size if config.moe is not None else 0)
     one_row = max(2 * whole_blocks(ffn_size), all_heads, config.hidden_size, config.vocab_size // LOGITS_PORTIONS)
-    retried = RETRIED_ROWS * _portion_outputs(max(config.vocab_size, config.hidden_size))
+    runs = max(_run_outputs(config.vocab_size), _run_outputs(config.hidden_size), 2 * _run_outputs(ffn_size))
+    retried = RETRIED_ROWS * max(runs, LONGEST_RUN * config.head_dim)
     return max(one_row + UNIT_ROWS, retried, rows * max(2 * _portion_outputs(ffn_size), config.head_dim))
 
 
@@ -95,6 +96,11 @@ def _portion_outputs(n_outputs: int) -> int:
     """Outputs of a portion of a step with several rows (work.portion_size)."""
     n_units = -(-n_outputs // UNIT_ROWS)
     return -(-n_units // MOST_PORTIONS) * UNIT_ROWS
+
+
+def _run_outputs(n_outputs: int) -> int:
+    """Most outputs of a portion of a step with a few rows (work.run_size)."""
+    return max(_portion_outputs(n_outputs), LONGEST_RUN * UNIT_ROWS)
 
 
 def _expert_sizes(config: ModelConfig, rows: int) -> dict[str, int]:

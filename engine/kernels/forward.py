@@ -25,7 +25,7 @@ from kvferry.engine.kernels.layout import FLOAT_BYTES, QUANT_BLOCK
 from kvferry.engine.kernels.linear import UNIT_ROWS, linear, unpack_row
 from kvferry.engine.kernels.pages import let_go
 from kvferry.engine.kernels.sync import SLOT_SPAN, await_step, enter_step, is_announced, leave_step
-from kvferry.engine.kernels.work import N_KINDS, Run, claim, finish, next_portion, open_phase, portion_size
+from kvferry.engine.kernels.work import N_KINDS, Run, claim, finish, next_portion, open_phase, portion_size, run_size
 
 # Up to this many rows every thread computes the norms for itself: that is cheaper than a phase.
 PRIVATE_ROWS: Final = 4
@@ -99,7 +99,7 @@ def _add_to_hidden(run: Any, kind: int, weights: int, x: int, n_inputs: int, num
     row_bytes = model.hidden_size * FLOAT_BYTES
     n_blocks = n_inputs // QUANT_BLOCK
     stride = activation_stride(n_inputs)
-    size = portion_size(n_units, step.n_rows, run.n_threads)
+    size = run_size(n_units, step.n_rows, run.n_threads)
     phase = open_phase(run, number, (n_units + size - 1) // size, step.n_rows)
     aside = run.scratch + run.workspace.scratch_linear
     portion = next_portion(phase)
@@ -127,7 +127,7 @@ def _feed_forward(run: Any, layer: Any, normed: int, number: int) -> None:
     n_units = model.ffn_size // UNIT_ROWS
     n_blocks = model.hidden_size // QUANT_BLOCK
     stride = activation_stride(model.hidden_size)
-    size = portion_size(n_units, step.n_rows, run.n_threads)
+    size = run_size(n_units, step.n_rows, run.n_threads)
     phase = open_phase(run, number, (n_units + size - 1) // size, step.n_rows)
     aside = run.scratch + run.workspace.scratch_linear
     portion = next_portion(phase)
@@ -170,7 +170,7 @@ def _logits(run: Any, normed: int, number: int) -> None:
     n_blocks = model.hidden_size // QUANT_BLOCK
     stride = activation_stride(model.hidden_size)
     row_bytes = n_units * UNIT_ROWS * FLOAT_BYTES
-    size = portion_size(n_units, step.n_rows, run.n_threads * LOGITS_PORTIONS)
+    size = run_size(n_units, step.n_rows, run.n_threads * LOGITS_PORTIONS)
     phase = open_phase(run, number, (n_units + size - 1) // size, step.n_rows)
     aside = run.scratch + run.workspace.scratch_linear
     portion = next_portion(phase)

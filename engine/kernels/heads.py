@@ -12,7 +12,7 @@ from kvferry.engine.kernels.jit import kernel
 from kvferry.engine.kernels.kv_rows import store_key, store_value, tile_bytes
 from kvferry.engine.kernels.layout import FLOAT_BYTES, KV_BLOCK, QUANT_BLOCK
 from kvferry.engine.kernels.linear import UNIT_ROWS, linear
-from kvferry.engine.kernels.work import claim, finish, next_portion, open_phase, portion_size
+from kvferry.engine.kernels.work import claim, finish, next_portion, open_phase, run_size
 
 _ONE = np.float32(1.0)
 
@@ -79,7 +79,7 @@ def project_heads(run: Any, layer: Any, layer_index: int, normed: int, begin: in
     n_q, n_kv = run.model.n_heads, run.model.n_kv_heads
     n_rows = run.step.n_rows
     head_bytes = run.model.head_dim * FLOAT_BYTES
-    size = portion_size(stop - begin, n_rows, run.n_threads)
+    size = run_size(stop - begin, n_rows, run.n_threads)
     phase = open_phase(run, number, (stop - begin + size - 1) // size, n_rows)
     aside = run.scratch + run.workspace.scratch_linear
     portion = next_portion(phase)

@@ -26,6 +26,10 @@ from kvferry.engine.kernels.sync import nanoseconds, pause
 
 # Steps of up to this many rows are computed aside; at more the next phase would read the results from further away.
 RETRIED_ROWS: Final = 16
+# Of such steps, if they have several rows, a thread's share of a layer's weights is cut into so many portions, each of
+# at most so many units.
+_RUNS: Final = 4
+LONGEST_RUN: Final = 8
 # A phase's cache line: portions taken, portions done, a number that the phase before left, and a bit for each claim.
 PHASE_BYTES: Final = CACHE_LINE
 _DONE: Final = 8
@@ -40,6 +44,7 @@ _PACES: Final = 24
 CLOCK_BYTES: Final = 4 * CACHE_LINE
 N_KINDS: Final = 12  # phases of a layer, each of which takes as long in the next one
 _LEAST_PATIENCE: Final = 20_000  # nanoseconds
+_FORGETTING: Final = 5  # each portion takes a 2**5-th off what is remembered of a longer one
 
 
 class Phase(NamedTuple):
@@ -86,6 +91,17 @@ def portion_size(n_units: int, n_rows: int, n_threads: int) -> int:
     as possible when there are many, so that no thread waits long for another at the end."""
     n_portions = n_threads if n_rows == 1 else MOST_PORTIONS
     return (n_units + n_portions - 1) // n_portions
+
+
+@kernel
+def run_size(n_units: int, n_rows: int, n_threads: int) -> int:
+    """How many units of weights a portion has. Of a few rows it is a run, of a length that leaves each thread several:
+    a unit asks memory for the one behind it, which must not be what another thread has just begun."""
+    least = portion_size(n_units, n_rows, n_threads)
+    if n_threads == 1 or n_rows == 1 or n_rows > RETRIED_ROWS:
+        return least
+    n_portions = _RUNS * n_threads
+    return max(least, min((n_units + n_portions - 1) // n_portions, LONGEST_RUN))
 
 
 @kernel
@@ -162,11 +178,13 @@ def _unclaimed(phase: Phase) -> int:
 
 @kernel
 def _learn_pace(phase: Phase) -> None:
-    """Remember how long a portion takes. One during which the core was taken away must not make us wait as long for
-    others: it no more than doubles what is remembered."""
+    """Remember how long a portion takes: the longest one of late, since a phase's portions may be of unequal length and
+    another's is no late one for being longer than our last. One during which the core was taken away must not make us
+    wait as long for others: it no more than doubles what is remembered, and a phase of average ones forgets it."""
     now = nanoseconds(phase.clock)
     taken_at = load_int(phase.clock + _TAKEN_AT)
     if taken_at != 0:
         at = phase.clock + _PACES + 8 * phase.kind
-        store_int(at, min(now - taken_at, max(2 * load_int(at), _LEAST_PATIENCE)))
+        pace = load_int(at)
+        store_int(at, max(min(now - taken_at, max(2 * pace, _LEAST_PATIENCE)), pace - (pace >> _FORGETTING)))
     store_int(phase.clock + _TAKEN_AT, now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from random import Random
 
 import numpy as np
@@ -22,13 +23,16 @@ from kvferry.engine.kernels.sync import (
 )
 from kvferry.engine.kernels.work import (
     CLOCK_BYTES,
+    LONGEST_RUN,
     MOST_PORTIONS,
     PHASE_BYTES,
+    RETRIED_ROWS,
     Phase,
     claim,
     finish,
     next_portion,
     portion_size,
+    run_size,
 )
 from kvferry.engine.memory import aligned_empty
 
@@ -118,13 +122,42 @@ def test_threads_that_fall_asleep_at_any_point_neither_lose_nor_repeat_a_portion
     assert (put == 1).all()
 
 
-@pytest.mark.parametrize("n_rows", [1, 2, 600])
+def test_a_portion_is_not_computed_again_while_it_takes_no_longer_than_the_longest_one_of_its_kind():
+    seconds, n_phases = 0.005, 15
+    work = Work(2, n_phases=n_phases + 1)
+    for number in range(n_phases):
+        alone = work.phase(0, number)
+        for portion in range(2):
+            assert next_portion(alone) == portion
+            time.sleep(seconds * (1 - portion))  # the last one is a short one
+            assert claim(alone, portion)
+            finish(alone)
+        assert next_portion(alone) == -1
+    quick, slow = work.phase(0, n_phases), work.phase(1, n_phases)
+    assert next_portion(slow) == 0
+    assert next_portion(quick) == 1
+    assert claim(quick, 1)
+    finish(quick)
+    began_at = time.perf_counter()
+    assert next_portion(quick) == 0
+    assert time.perf_counter() - began_at >= seconds
+
+
+@pytest.mark.parametrize("size_of", [portion_size, run_size])
+@pytest.mark.parametrize("n_rows", [1, 2, 16, 600])
 @pytest.mark.parametrize("n_units", [1, 3, 18, 320, 321, 5000])
-def test_portions_cover_all_units_and_can_be_claimed(n_units: int, n_rows: int):
-    size = portion_size(n_units, n_rows, 2)
+def test_portions_cover_all_units_and_can_be_claimed(n_units: int, n_rows: int, size_of: Callable[..., int]):
+    size = size_of(n_units, n_rows, 2)
     n_portions = -(-n_units // size)
     assert (n_portions - 1) * size < n_units <= n_portions * size
     assert n_portions <= MOST_PORTIONS
+
+
+@pytest.mark.parametrize("n_rows", [2, RETRIED_ROWS])
+def test_threads_read_the_weights_of_a_few_rows_in_runs(n_rows: int):
+    assert run_size(192, n_rows, 2) == LONGEST_RUN
+    assert run_size(48, n_rows, 2) == 6  # four runs for each thread
+    assert run_size(48, n_rows, 1) == run_size(48, RETRIED_ROWS + 1, 2) == 1
 
 
 def test_a_slot_is_not_used_anew_while_a_thread_is_in_it():
