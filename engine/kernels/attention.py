@@ -25,11 +25,12 @@ from kvferry.engine.kernels.kv_rows import tile_bytes, value_bytes, widened_keys
 from kvferry.engine.kernels.layout import FLOAT_BYTES, KV_BLOCK, activation_row_bytes
 from kvferry.engine.kernels.work import claim, finish, next_portion, open_phase
 
-# Query rows (tokens times the heads that share a KV head) of one tile: enough to use a K or V tile often while it is in
-# the first cache, few enough that their own state stays there too.
-TILE_ROWS: Final = 24
-
 _LARGE: Final = ISA.attention_rows
+# Query rows (tokens times the heads that share a KV head) of one tile: enough to use a K or V tile often while it is in
+# the first cache, few enough that their own state stays there too. The wider the registers, the sooner a K tile is used
+# up, and the more rows it takes to be done with it no sooner than the next one has come from memory.
+TILE_ROWS: Final = max(24, 4 * _LARGE)
+
 _SCORE_BYTES: Final = KV_BLOCK * FLOAT_BYTES
 _LOWEST: Final = np.float32(LOWEST_SCORE)
 
