@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.engine.batch import tile_rows
+from kvferry.engine.batch import pass_rows, tile_rows
 from kvferry.engine.engine import Engine, EngineOptions
 from kvferry.engine.files.resolve import resolve_model
 from kvferry.engine.kv_cache import KvKind
@@ -77,7 +77,8 @@ class _Bench:
         return Scheduler(self._engine, clock=self._clock, pacer=self._pacer())
 
     def _pacer(self) -> StepPacer:
-        return StepPacer(target_ratio=self._ratio, tile_rows=tile_rows(self._engine.config))
+        config = self._engine.config
+        return StepPacer(target_ratio=self._ratio, tile_rows=tile_rows(config), pass_rows=pass_rows(config))
 
     def measure(self, n_rounds: int) -> Result:
         """All three, round by round."""

@@ -17,6 +17,7 @@ from kvferry.engine.config import ModelConfig
 from kvferry.engine.kernels import records
 from kvferry.engine.kernels.attention import tile_tokens
 from kvferry.engine.kernels.forward import PHASES_BESIDE_LAYERS, PHASES_PER_LAYER
+from kvferry.engine.kernels.intrinsics import ISA
 from kvferry.engine.kernels.work import PHASE_BYTES
 from kvferry.engine.kv_cache import KvSequence
 from kvferry.engine.memory import aligned_empty
@@ -110,6 +111,11 @@ class _Rows:
 def tile_rows(config: ModelConfig) -> int:
     """Rows of a sequence that attention takes together: it reads the keys once for all of them."""
     return tile_tokens(config.n_heads // config.n_kv_heads)
+
+
+def pass_rows(config: ModelConfig) -> int:
+    """Of those, how many it computes with at a time: fewer take as long."""
+    return max(1, ISA.attention_rows // (config.n_heads // config.n_kv_heads))
 
 
 class StepSlots:

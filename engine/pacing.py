@@ -30,8 +30,15 @@ WINDOW: Final = 5
 """Measurements whose median counts: two outliers (a step that the kernel took the processor from) do not matter, and
 rates follow the depth of a prompt and the temperature of a board within a few steps."""
 
-RULER_EVERY: Final = 48
-"""Mixed steps after which two steps only decode, to measure anew what an undisturbed one takes: costs about 2 %. The
+TILE_SHARE: Final = 0.2
+"""Of what a full tile of a prompt's rows takes, how much one of few rows takes as well, to read keys and values:
+measured at a depth of 2,000 with tiles of 16 rows. Nearer the beginning it is less."""
+
+RULERS: Final = 3
+"""Undisturbed steps whose median counts: fewer, since they lie far apart, and sessions grow meanwhile."""
+
+RULER_EVERY: Final = 24
+"""Mixed steps after which two steps only decode, to measure anew what an undisturbed one takes: costs about 4 %. The
 first finds the caches full of the prompt's rows and is no measure; the second counts."""
 
 MIN_ROWS: Final = 4
@@ -53,7 +60,8 @@ class StepPacer:
     target_ratio: float = TARGET_RATIO
     step_seconds: float = 0.5
     max_rows: int = 256
-    tile_rows: int = 1  # attention reads a sequence's keys once for so many rows: a few more cost as much as a tile
+    tile_rows: int = 1  # attention reads a sequence's keys once for so many rows
+    pass_rows: int = 1  # and computes with so many at a time: fewer cost as much
     _undisturbed: dict[int, deque[float]] = field(default_factory=dict)  # seconds of a step by its number of decodes
     _row_beside: deque[float] = field(
         default_factory=_window
@@ -65,7 +73,12 @@ class StepPacer:
     _n_decodes_before: int = 0  # of the latest step, if it only decoded
 
     def __post_init__(self) -> None:
-        if not (self.target_ratio > 1 and self.step_seconds > 0 and self.max_rows >= 1 and self.tile_rows >= 1):
+        if not (
+            self.target_ratio > 1
+            and self.step_seconds > 0
+            and self.max_rows >= 1
+            and self.tile_rows >= self.pass_rows >= 1
+        ):
             raise ValueError(f"there is no pace of {self!r}")
 
     def rows(self, n_decodes: int) -> int:
@@ -78,7 +91,7 @@ class StepPacer:
         if n_prefill_rows == 0:
             self._n_decodes_before = n_decodes
             if follows_its_like:
-                self._undisturbed.setdefault(n_decodes, _window()).append(seconds)
+                self._undisturbed.setdefault(n_decodes, deque(maxlen=RULERS)).append(seconds)
                 self._n_mixed = 0
         elif n_decodes == 0:
             self._row_alone.append(seconds / n_prefill_rows)
@@ -107,10 +120,9 @@ class StepPacer:
         return n_rows - left if n_rows > self.tile_rows and 2 * left < self.tile_rows else n_rows
 
     def _cost(self, n_rows: int) -> float:
-        """Of a prompt's rows, in rows of full tiles: about half of a tile's time goes for reading keys and values, as
-        much for one row as for all (measured at depth 2,000; nearer the beginning less)."""
-        whole = -(-n_rows // self.tile_rows) * self.tile_rows
-        return (n_rows + whole) / 2
+        """Of a prompt's rows, in rows of full tiles."""
+        in_tiles, in_passes = (-(-n_rows // size) * size for size in (self.tile_rows, self.pass_rows))
+        return TILE_SHARE * in_tiles + (1 - TILE_SHARE) * in_passes
 
     def _scatter(self) -> float:
         """How much longer than foreseen a step may turn out."""

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engine.batch import tile_rows
+from kvferry.engine.batch import pass_rows, tile_rows
 from kvferry.engine.config import VisionConfig
 from kvferry.engine.cores import choose_cores
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
@@ -202,7 +202,10 @@ def _make_engine_thread(
         saves_images=config.store_version == vlkv3.VERSION,
     )
     pacer = StepPacer(
-        target_ratio=config.decode_slowdown, step_seconds=config.step_seconds, tile_rows=tile_rows(engine.config)
+        target_ratio=config.decode_slowdown,
+        step_seconds=config.step_seconds,
+        tile_rows=tile_rows(engine.config),
+        pass_rows=pass_rows(engine.config),
     )
     scheduler = Scheduler(
         engine, max_running=config.max_running, clock=time.monotonic, pacer=pacer, speculator=speculator
