@@ -56,11 +56,14 @@ class PackedModel:
     region: _U8
 
     @classmethod
-    def at(cls, plan: WeightPlan, region: _U8, context_length: int, *, is_streamed: bool = False) -> PackedModel:
-        """The model whose weights lie in a region as planned; streamed ones leave memory behind each layer."""
+    def at(cls, plan: WeightPlan, region: _U8, context_length: int, streamed_beside: int | None = None) -> PackedModel:
+        """The model whose weights lie in a region as planned.
+
+        ``streamed_beside``: weights leave memory behind each layer, but for so many bytes of them. None: they stay.
+        """
         model, layers = plan.records(region.ctypes.data)
-        if is_streamed:
-            plan.let_go_behind_layers(region.ctypes.data, model, layers)
+        if streamed_beside is not None:
+            plan.let_go_behind_layers(region.ctypes.data, model, layers, streamed_beside)
         c = plan.config
         rope = rope_table(context_length, c.head_dim, c.rope_theta, c.rope_divisors, c.rope_magnitude)
         return cls(plan.config, model, layers, rope, plan.recipe, region)

@@ -105,17 +105,37 @@ class WeightPlan:
             model["head_at"], model["head_kind"] = model["embedding_at"], model["embedding_kind"]
         return model, layers
 
-    def let_go_behind_layers(self, base_at: int, model: NDArray[Any], layers: NDArray[Any]) -> None:
-        """Enter into the records which pages nobody needs behind each layer and behind the logits."""
-        for index in range(self.config.n_layers):
-            start, n_bytes = self._span(f"layers.{index}.")
-            layers[index]["pages_at"], layers[index]["pages_bytes"] = base_at + start, n_bytes
-        start, n_bytes = self._span("embedding" if self.config.tied_embeddings else "head")
-        model["head_pages_at"], model["head_pages_bytes"] = base_at + start, n_bytes
+    def let_go_behind_layers(
+        self, base_at: int, model: NDArray[Any], layers: NDArray[Any], kept_bytes: int = 0
+    ) -> None:
+        """Enter into the records which pages go behind each layer and behind the logits.
 
-    def _span(self, prefix: str) -> tuple[int, int]:
-        """Offset and bytes of the parts whose names begin so: they lie together and begin on a page."""
-        own = [part for part in self.parts if part.name.startswith(prefix)]
+        Up to ``kept_bytes`` of what every step reads from end to end stay: the head, then layers from the first on,
+        experts excepted, of which a step reads few.
+        """
+        start, n_bytes = self._span(self._of("embedding" if self.config.tied_embeddings else "head"))
+        if n_bytes <= kept_bytes:
+            kept_bytes -= n_bytes
+        else:
+            model["head_pages_at"], model["head_pages_bytes"] = base_at + start, n_bytes
+        for index in range(self.config.n_layers):
+            own = self._of(f"layers.{index}.")
+            n_always = next((i for i, part in enumerate(own) if len(part.tensors) > 1), len(own))  # experts come last
+            _, n_bytes = self._span(own[:n_always])
+            if n_bytes <= kept_bytes:
+                kept_bytes -= n_bytes
+                own = own[n_always:]
+            if own:
+                start, n_bytes = self._span(own)
+                layers[index]["pages_at"], layers[index]["pages_bytes"] = base_at + start, n_bytes
+
+    def _of(self, prefix: str) -> list[Part]:
+        """The parts whose names begin so: they lie together and begin on a page."""
+        return [part for part in self.parts if part.name.startswith(prefix)]
+
+    @staticmethod
+    def _span(own: list[Part]) -> tuple[int, int]:
+        """Offset and bytes of parts that lie together."""
         return own[0].offset, own[-1].offset + own[-1].n_bytes - own[0].offset
 
 

@@ -46,6 +46,9 @@ SMALL_BYTES: Final = 32 << 20
 # Beside weights and KV memory: the interpreter, compiled kernels, a batch's rows.
 _PROCESS_BYTES: Final = 300 << 20
 _COMFORTABLE: Final = 0.8  # share of the available memory that may be taken for good without a thought
+# Streaming: what every step reads stays mapped up to this much, for mapping it anew at each step takes time; and up to
+# a quarter of what is available.
+STREAM_KEEPS: Final = 384 << 20
 _SAMPLED_PIECES: Final = 256  # of a map, at a start: a quarter of a gigabyte, read in some hundredths of a second
 
 
@@ -94,7 +97,8 @@ def load_weights(
             ) from error
         log.warning("the weights are packed into memory, as at every start without a packed file: %s", error)
         return _packed_here(file, plan, context_length, f"memory, packed at this start ({error})", progress)
-    packed = PackedModel.at(plan, region, context_length, is_streamed=mode == "stream")
+    streamed_beside = min(STREAM_KEEPS, n_available // 4) if mode == "stream" else None
+    packed = PackedModel.at(plan, region, context_length, streamed_beside)
     how = f"{mode} ({why}): {decimal(plan.n_bytes)} of {pack_path(spec)}"
     return LoadedWeights(packed, spec.source_sha256, mode, how)
 

@@ -16,6 +16,8 @@ from tests.engine.engine.moe_checkpoint import write_checkpoint
 GENERATE = Path(__file__).with_name("generate.py")
 MIB = 1 << 20
 LIMIT = 640 * MIB
+# However many layers there are: a process, what streaming keeps, and one layer with nearly all of its experts.
+STREAMED_PEAK = 1_110_000_000
 
 
 def generate(folder: Path, weights: str, cache: Path, enter: list[str]) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def test_a_model_larger_than_its_memory_is_packed_and_streamed_to_the_same_bits(
     assert made_freely.read_bytes() == pack.read_bytes()
     for other in (free, warm):
         assert (bounded["digest"], bounded["fingerprint"]) == (other["digest"], other["fingerprint"])
-    assert warm["peak_rss"] < free["peak_rss"] - pack.stat().st_size // 2
+    assert warm["peak_rss"] < STREAMED_PEAK < free["peak_rss"]
     print(json.dumps({"limit": LIMIT, "packed": pack.stat().st_size, "bounded": bounded, "free": free, "warm": warm}))
 
 

@@ -61,16 +61,43 @@ def computed(model: Path, mode: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_computed_does_not_depend_on_where_weights_lie(tmp_path: Path, cache: Path, shape: str) -> None:
+def test_what_is_computed_does_not_depend_on_where_weights_lie(
+    tmp_path: Path, cache: Path, monkeypatch, shape: str
+) -> None:
     write_model(tmp_path / "tiny.gguf", SHAPES[shape])
-    found = {mode: computed(tmp_path / "tiny.gguf", mode) for mode in [*MODES, "auto"]}
-    assert len(set(found.values())) == 1
+    assert len(found_everywhere(tmp_path / "tiny.gguf", monkeypatch)) == 1
 
 
 @pytest.mark.parametrize("name", ["qwen3moe_nonorm_f32", "qwen3_untied_f32"])
-def test_experts_and_float_weights_come_out_of_the_file_as_they_were_packed(recorded, cache: Path, name: str) -> None:
-    found = {mode: computed(recorded(name) / "model", mode) for mode in [*MODES, "auto"]}
-    assert len(set(found.values())) == 1
+def test_experts_and_float_weights_come_out_of_the_file_as_they_were_packed(
+    recorded, cache: Path, monkeypatch, name: str
+) -> None:
+    assert len(found_everywhere(recorded(name) / "model", monkeypatch)) == 1
+
+
+def found_everywhere(model: Path, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """What ``computed`` finds in every mode; streamed with all pages let go of, and with some kept."""
+    found = {computed(model, mode) for mode in [*MODES, "auto"]}
+    monkeypatch.setattr(weights_module, "STREAM_KEEPS", 0)
+    return found | {computed(model, "stream")}
+
+
+def test_streaming_keeps_what_every_step_reads_within_its_allowance_and_no_experts(recorded) -> None:
+    plan = plan_weights(open_model(recorded("qwen3moe_nonorm_f32") / "model"))
+    experts = sum(part.n_bytes for part in plan.parts if len(part.tensors) > 1)
+    always = plan.n_bytes - experts
+
+    def let_go(kept_bytes: int) -> int:
+        model, layers = plan.records(0)
+        plan.let_go_behind_layers(0, model, layers, kept_bytes)
+        assert not (model["head_pages_at"] % 4096).any()
+        assert not (layers["pages_at"] % 4096).any()
+        return int(model["head_pages_bytes"].sum() + layers["pages_bytes"].sum())
+
+    assert experts > 0
+    assert experts <= let_go(always) < let_go(always // 2) < let_go(0)
+    assert let_go(always) < experts + 4096 * len(plan.parts)  # pages that two parts share
+    assert let_go(0) - let_go(always // 2) <= always // 2
 
 
 def test_the_file_holds_the_region_as_in_memory_and_is_the_same_wherever_it_is_made(
