@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -13,6 +13,7 @@ from kvferry.client.sdk import AnswerForm, Choices, JsonSchema, OutputFormat, Re
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+_FILE_BYTES_MOST: Final = 4 << 20  # a request may have 32 MiB, a format 64 KiB
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -85,7 +86,11 @@ def _tool(path: Path, number: int, entry: Any) -> Tool:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(_FILE_BYTES_MOST + 1)  # a device may have no end
+        if len(raw) > _FILE_BYTES_MOST:
+            raise click.UsageError(f"{path} has more than {_FILE_BYTES_MOST >> 20} MiB, which is the limit.")
+        return json.loads(raw.decode("utf-8-sig"))
     except OSError as error:
         raise click.UsageError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
     except (ValueError, RecursionError) as error:

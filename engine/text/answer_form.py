@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Protocol
 from kvferry.engine.errors import FormatTooComplex, InvalidFormat, InvalidTools
 from kvferry.engine.text.answers import CALL, END_OF_CALL, END_OF_THINKING, THINK
 from kvferry.engine.text.messages import Tool
+from kvferry.engine.text.schema_keywords import unknown_keywords
 
 FORMAT_CHARS_MAX: Final = 1 << 16  # of a schema or an expression; the largest published API schemas have some 30,000
 GRAMMAR_CHARS_MAX: Final = 1 << 20
@@ -133,6 +134,8 @@ def _schema(text: str, **defaults: Any) -> str:
         raise InvalidFormat(f"the JSON schema is no JSON: {error or 'it is nested too deeply'}") from error
     if not isinstance(schema, dict):
         raise InvalidFormat("the JSON schema is no JSON object")
+    if unknown := unknown_keywords(schema):
+        raise InvalidFormat(f"the JSON schema has unknown keywords: {json.dumps(unknown[:8], ensure_ascii=False)}")
     return json.dumps({"x-guidance": _JSON_STYLE, **defaults, **schema}, ensure_ascii=False)
 
 

@@ -6,9 +6,11 @@ so a grammar is too complex on every machine or on none.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -23,7 +25,8 @@ REMEMBERED_GRAMMARS: Final = 256
 # on a slow one, and its first, which may take most of what a grammar costs, 0.1 s.
 _LIMITS: Final[dict[str, Any]] = {"initial_lexer_fuel": 100_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
 
-_TOO_COMPLEX: Final = ("too many", "too large", "too complex", "too big", "fuel", "limit")
+_TOO_COMPLEX: Final = ("too many", "too large", "too complex", "too big", "fuel", "limit", "max is")
+_DEAD_END: Final = "NoExtensionBias"
 
 
 class TextSide(Protocol):
@@ -58,7 +61,7 @@ class GrammarRule:
     def mask(self) -> NDArray[np.uint32]:
         """One bit for each token that may come next, uint32 [n_words]; good until the next call.
 
-        Raises FormatTooComplex.
+        Raises FormatTooComplex, and InvalidFormat when no text at all is of the form.
         """
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check()
@@ -78,6 +81,8 @@ class GrammarRule:
         if not self._matcher.is_error():
             return
         reason = _reason(self._matcher.get_error())
+        if reason == _DEAD_END:
+            raise InvalidFormat("the answer's format cannot be met: no text is of that form")
         if _is_too_complex(reason):
             raise FormatTooComplex(f"the answer's format is too complex to follow: {reason}")
         raise EngineError(f"a token does not fit the answer's format: {reason}")
@@ -145,9 +150,14 @@ class _Vocabulary:
         self.eos_token_id = model.end_token_ids[0]
         self.tokens = [model.token_bytes(i) for i in range(model.vocab_size)]
         self.special_token_ids = list(model.literal_ids)
+        literals = sorted((re.escape(self.tokens[i].decode("utf-8", "replace")) for i in model.literal_ids), key=len)
+        self._literal = re.compile("|".join(literal for literal in reversed(literals) if literal) or r"(?!)")
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._model.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+        """Text that a grammar asks for stands for itself, never for a control token that is spelled alike."""
+        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        cuts = [0, *(match.start() + 1 for match in self._literal.finditer(text)), len(text)]
+        return [token for start, stop in pairwise(cuts) for token in self._model.encode(text[start:stop])]
 
 
 def _compile(tokenizer: Any, grammar: str) -> Any:

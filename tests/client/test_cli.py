@@ -312,3 +312,11 @@ async def test_sessions_nodes_and_status_as_table_and_as_json(coordinator, env):
     assert json.loads((await kvferry("nodes", "--json", **env))[1])[0]["state"] == "live"
     assert "2 failovers" in (await kvferry("status", **env))[1]
     assert json.loads((await kvferry("status", "--json", **env))[1])["n_failovers"] == 2
+
+
+@pytest.mark.parametrize("flag", ["--tools", "--schema"])
+async def test_a_file_without_end_is_refused_and_not_read_for_ever(coordinator, env, flag):
+    code, _, err = await kvferry("chat", flag, "/dev/zero", "-m", "hello", **env)
+    assert code == 2
+    assert "has more than 4 MiB, which is the limit" in err
+    assert coordinator.calls == []

@@ -270,3 +270,63 @@ def test_a_model_without_an_end_token_cannot_keep_a_form() -> None:
 
     with pytest.raises(InvalidFormat, match="no end token"):
         Grammars(Endless()).check('start: "a"')
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        JsonSchema('{"$ref": "#"}'),
+        JsonSchema('{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'),
+        Regex(r"[^\s\S]"),
+    ],
+)
+def test_a_form_that_no_text_has_is_refused_as_such(
+    content: JsonSchema | Regex, smollm2: TextModel, grammars: Grammars
+) -> None:
+    with pytest.raises(InvalidFormat, match="no text is of that form"):
+        grammars.check(answer_grammar(smollm2, content=content))
+
+
+def test_what_the_parser_cannot_hold_is_too_complex(smollm2: TextModel, grammars: Grammars) -> None:
+    texts = {f"p{j}": {"type": "string", "minLength": 1, "maxLength": 900} for j in range(8)}
+    branches = [
+        {"type": "object", "properties": {f"{i}_{key}": value for key, value in texts.items()}} for i in range(60)
+    ]
+    with pytest.raises(FormatTooComplex):
+        grammars.check(answer_grammar(smollm2, content=JsonSchema(json.dumps({"anyOf": branches}))))
+
+
+@pytest.mark.parametrize("content", [Choices(("<|im_end|>",)), JsonSchema('{"const": "so <|im_end|> <|im_start|>"}')])
+def test_a_text_that_spells_a_control_token_is_answered_as_text(
+    content: Choices | JsonSchema, smollm2: TextModel, grammars: Grammars
+) -> None:
+    grammar = answer_grammar(smollm2, content=content)
+    grammars.check(grammar)
+    ids = drawn(grammars.rule(grammar), smollm2, 1)
+    assert "<|im_end|>" in content_of(ids, smollm2)
+    assert not set(ids[:-1]) & set(smollm2.literal_ids)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "maxLenght": 3},
+        {"type": "object", "properties": {"a": {"items": {"maxLenght": 3}}}},
+        {"anyOf": [{"type": "null"}, {"maxLenght": 3}]},
+        {"$defs": {"a": {"maxLenght": 3}}, "$ref": "#/$defs/a"},
+    ],
+)
+def test_a_keyword_that_nobody_knows_is_refused_wherever_it_stands(schema: object, smollm2: TextModel) -> None:
+    with pytest.raises(InvalidFormat, match=r'unknown keywords: \["maxLenght"\]'):
+        answer_grammar(smollm2, content=JsonSchema(json.dumps(schema)))
+
+
+def test_names_and_values_of_a_schema_are_no_keywords(smollm2: TextModel, grammars: Grammars) -> None:
+    schema = {
+        "title": "t",
+        "x-source": "ours",
+        "type": "object",
+        "properties": {"maxLenght": {"enum": [{"maxLenght": 1}]}, "b": {"const": {"c": 1}, "default": {"d": 1}}},
+        "required": ["maxLenght"],
+    }
+    grammars.check(answer_grammar(smollm2, content=JsonSchema(json.dumps(schema))))
