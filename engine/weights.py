@@ -220,7 +220,7 @@ def _write(file: ModelFile, spec: PackSpec, progress: Progress) -> None:
     folder = packs_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        reap_leftovers(folder)
+        reap_leftovers(folder, locked_by_writers=True)  # as large as the model: the next one may need the room
         n_free = shutil.disk_usage(folder).free
         if n_free < spec.n_file_bytes:
             raise _NoPack(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -15,6 +16,7 @@ TEMP_PREFIX: Final = ".tmp-"
 
 # A fetch of the largest model over a slow line takes hours; what is older than this belongs to nobody.
 TEMP_AGE_S_MAX: Final = 24 * 3600.0
+_LOCKED_BY_S: Final = 1.0  # a file is locked right after it is made
 
 
 @contextmanager
@@ -27,6 +29,8 @@ def published(final: Path) -> Iterator[BinaryIO]:
     temp = final.parent / f"{TEMP_PREFIX}{uuid.uuid4().hex}"
     try:
         with temp.open("xb") as file:
+            with suppress(OSError):  # tells a reaper that we live, where the file system has such locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -46,17 +50,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def reap_leftovers(folder: Path, *, now_s: float | None = None) -> int:
+def reap_leftovers(folder: Path, *, now_s: float | None = None, locked_by_writers: bool = False) -> int:
     """Delete temporary files and folders that a killed writer left in a folder long ago; how many there were.
 
-    Young ones may belong to a fetch that is running in another process, so they stay.
+    Young ones may belong to a fetch that is running in another process, so they stay. ``locked_by_writers``: there are
+    none but those of ``published``, which says by a lock that it lives, so what nobody holds goes at once.
     """
     now_s = time.time() if now_s is None else now_s
     n_reaped = 0
     for path in folder.glob(f"{TEMP_PREFIX}*"):
         try:
             changed_s = max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
-            if now_s - changed_s <= TEMP_AGE_S_MAX:
+            age_s = now_s - changed_s
+            is_orphan = locked_by_writers and age_s > _LOCKED_BY_S and _is_unlocked(path)
+            if age_s <= TEMP_AGE_S_MAX and not is_orphan:
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -66,3 +73,15 @@ def reap_leftovers(folder: Path, *, now_s: float | None = None) -> int:
         except FileNotFoundError:
             continue  # its writer, or another reaper, was faster
     return n_reaped
+
+
+def _is_unlocked(path: Path) -> bool:
+    """Whether no process holds a file's lock. False where that cannot be told."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return False
+    return True
