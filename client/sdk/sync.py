@@ -53,11 +53,21 @@ class _LoopThread:
         return self._loop.is_closed()
 
     def close(self) -> None:
+        self.run(_end_all_tasks())
         self.run(self._loop.shutdown_asyncgens())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+async def _end_all_tasks() -> None:
+    """What a closed call leaves to be done is done: a task that the loop's end cuts off complains on standard error."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=JOIN_S)
 
 
 class Client:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import inspect
 import itertools
 
@@ -225,3 +227,26 @@ def test_a_client_without_a_coordinator_closes_at_once():
     with Client("127.0.0.1:1", patience_s=0) as client, pytest.raises(errors.Unavailable):
         client.nodes()
     client.close()
+
+
+def test_closing_ends_what_calls_left_to_be_done_without_a_complaint(caplog):
+    client = Client("127.0.0.1:1")
+    ended = []
+
+    async def lingering():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    async def leave_it():
+        kept.append(asyncio.create_task(lingering()))
+        await asyncio.sleep(0)
+
+    kept: list[asyncio.Task[None]] = []
+    client._loop.run(leave_it())
+    client.close()
+    assert ended == [True]
+    kept.clear()
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
