@@ -25,7 +25,7 @@ KNOWN = {
 
 
 def digest(quant: Quant, *, as_floats: bool) -> str:
-    file = selftest._made_model()
+    file = selftest.made_model()
     if as_floats:
         tensors = {name: _floats(tensor.read()) for name, tensor in file.tensors.items()}
         file = dataclasses.replace(file, tensors=tensors)
