@@ -41,10 +41,16 @@ PERSON: Final = {
     "required": ["name", "born", "mail", "kind", "tags", "x"],
     "additionalProperties": False,
 }
-LARGE: Final = {"type": "object", "properties": {f"p{i}": PERSON for i in range(60)}, "additionalProperties": False}
+_NAMES: Final = [f"p{i}" for i in range(60)]
+LARGE: Final = {
+    "type": "object",
+    "properties": dict.fromkeys(_NAMES, PERSON),
+    "required": _NAMES,
+    "additionalProperties": False,
+}
 FORMS: Final[dict[str, AnswerFormat]] = {
     "schema of 6 fields": JsonSchema(json.dumps(PERSON)),
-    "schema of 360 fields": JsonSchema(json.dumps({**LARGE, "required": list(LARGE["properties"])})),
+    "schema of 360 fields": JsonSchema(json.dumps(LARGE)),
     "any object": ANY_OBJECT,
     "regex": Regex(r"(\d{3}-[a-z]{2,8} ?){1,20}"),
     "hostile regex": Regex(r"(\w{1,30} ){1,300}"),
