@@ -175,6 +175,9 @@ def _directory(keep: Path | None) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
         raise
     except Exception:
-        click.echo(f"files and logs of the drill: {directory}", err=True)
+        if any(directory.iterdir()):
+            click.echo(f"files and logs of the drill: {directory}", err=True)
+        else:
+            directory.rmdir()
         raise
     shutil.rmtree(directory, ignore_errors=True)
