@@ -146,6 +146,7 @@ class EngineThread:
                     command.reply.fail(UnknownSession(f"session {command.session_id} is not in this node's memory"))
             case DropSession():
                 self._core.drop(command.session_id, UnknownSession(f"session {command.session_id} was dropped"))
+                self.view = self._core.view()  # who is answered may ask for the state at once
                 command.reply.ok(None)
             case Drain():
                 self._drains.append((command.reply, self._core.stop_all(command.error)))

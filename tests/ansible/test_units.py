@@ -156,7 +156,7 @@ def test_a_node_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
     assert config.node_id == "board1"
     assert config.kv_memory == 2 << 30
     assert config.context == 4096
-    assert config.store == Path("/srv/kvferry/store")
+    assert config.store == "/srv/kvferry/store"
     assert config.drain_timeout_seconds == 90
     assert config.ready_file == Path("/run/kvferry-node/ready.json")
 
@@ -175,6 +175,6 @@ def test_a_coordinator_understands_its_settings(ansible: Path, tmp_path: Path) -
     settings = CoordinatorSettings.load(path, {})
     assert settings.listen == "192.168.7.10:7070"
     assert settings.state == Path("/var/lib/kvferry/coordinator")
-    assert settings.store == Path("/srv/kvferry/store")
+    assert settings.store == "/srv/kvferry/store"
     assert settings.lease == 5
     assert settings.ready_file == Path("/run/kvferry-coordinator/ready.json")
