@@ -33,7 +33,7 @@ def node() -> None:
 @click.option("--context", type=int, help="Most tokens of a conversation.  [default: what the model says]")
 @click.option("--max-running", type=int, help="Turns in one batch.  [default: 8]")
 @click.option("--max-queued", type=int, help="Turns that may wait beside those.  [default: 32]")
-@click.option("--decode-slowdown", type=float, help="Longest step beside prompts, in steps without.  [default: 2.5]")
+@click.option("--decode-slowdown", type=float, help="Longest step beside prompts, in steps without.  [default: 3]")
 @click.option("--quant", help="q8 or q4: what float weights become; all nodes of a fleet the same.  [default: q8]")
 @click.option("--weights", help="auto, memory, mmap or stream: where they lie; see docs/models.md.  [default: auto]")
 @click.option("--step-seconds", type=float, help="Longest step of prompts alone.  [default: 0.5]")

@@ -79,10 +79,10 @@ class NodeConfig(BaseSettings):
     )
     max_queued: int = Field(default=32, ge=0, le=1024, description="turns that may wait beside those")
     decode_slowdown: float = Field(
-        default=2.5,
+        default=3.0,
         gt=1,
         le=1000,
-        description="how much longer than alone a step of running turns may take for prompts, 99 times in 100",
+        description="how much longer than mostly a step of running turns may take for prompts, 99 times in 100",
     )
     step_seconds: float = Field(
         default=0.5, gt=0, le=60, description="longest step without running turns: a stop takes effect after it"

@@ -115,7 +115,7 @@ def test_an_undisturbed_step_is_measured_first_and_again_and_again() -> None:
 
 def test_a_step_right_after_a_prompts_rows_is_no_measure() -> None:
     """It finds other rows in the caches than its own."""
-    pacer, machine = StepPacer(), Machine()
+    pacer, machine = StepPacer(target_ratio=2.5), Machine()
     prefill(pacer, machine, 4, 450)
     before = pacer.rows(4)
     for _ in range(10):
