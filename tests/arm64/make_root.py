@@ -28,6 +28,7 @@ PYTHON_PACKAGES: Final = (
     "pillow",
     "platformdirs",
     "safetensors",
+    "rich",
     "tokenizers",
 )
 PLATFORMS: Final = (
