@@ -44,10 +44,6 @@ logger = logging.getLogger(__name__)
 MAX_EXPIRED_AT_ONCE: Final = 100
 """Sessions deleted in one go; the next look finds the rest."""
 
-MAX_PROMPT_ON_THE_LOOP: Final = 2_000
-"""Tokens of history and characters that are new: tokenised in about a millisecond, which two changes of thread take on
-a busy machine as well."""
-
 MAX_REPLAYS: Final = 8
 """Finished turns being made again from the registry at once; each detokenises its whole answer in a thread."""
 
