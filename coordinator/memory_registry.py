@@ -108,6 +108,14 @@ class MemoryRegistry:
             self._ledger.turns[made.session_id] = [dataclasses.replace(t, session_id=made.session_id) for t in copied]
             return made
 
+    async def import_session(
+        self, session: SessionRecord, turns: Sequence[TurnRecord], pixels: Mapping[str, bytes] = NO_PIXELS
+    ) -> None:
+        async with _Write(self):
+            self._create(session)
+            self._ledger.turns[session.session_id] = list(turns)
+            self._ledger.pixels |= pixels
+
     async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
         self._check_open()
         idle = [s for s in self._ledger.sessions.values() if s.updated_at_ms < before_ms and not s.open_turn_id]

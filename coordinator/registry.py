@@ -39,6 +39,7 @@ class FinishReason(enum.IntEnum):
     STOP_STRING = 3
     CANCELLED = 4
     ERROR = 5
+    DEADLINE = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,6 +157,12 @@ class TurnRecord:
     outcome: TurnOutcome | None = None
     form: AnswerForm = PLAIN
     pictures: tuple[Picture, ...] = ()
+    # Higher goes first; as RunTurnRequest has it.
+    priority: int = 0
+    # Of the wall clock: it ends then with the tokens that it has; 0: never.
+    deadline_ms: int = 0
+    # The answers that were asked for with it; all but this one are turns of forks (``samples.py``).
+    n_samples: int = 1
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -211,6 +218,14 @@ class Registry(Protocol):
         ``last_outcome``: of the last of them in the fork, in place of its own.
 
         Raises UnknownSession, SessionExists, and IndexOutOfRange when there are fewer turns.
+        """
+
+    async def import_session(
+        self, session: SessionRecord, turns: Sequence[TurnRecord], pixels: Mapping[str, bytes] = NO_PIXELS
+    ) -> None:
+        """Make a session with these turns, all of them kept, and ``session``'s counts of them; pixels as of begin_turn.
+
+        Raises SessionExists.
         """
 
     async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:

@@ -134,6 +134,17 @@ class SqliteRegistry:
     ) -> SessionRecord:
         return await self._write(lambda db: fork_session(db, session_id, fork, n_turns, last_outcome))
 
+    async def import_session(
+        self, session: SessionRecord, turns: Sequence[TurnRecord], pixels: Mapping[str, bytes] = NO_PIXELS
+    ) -> None:
+        def import_all(db: sqlite3.Connection) -> None:
+            insert_session(db, session)
+            for position, turn in enumerate(turns):
+                insert(db, "turns", open_turn_values(turn, position) | outcome_values(kept_outcome(turn)))
+            keep_pixels(db, session.session_id, pixels)
+
+        await self._write(import_all)
+
     async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
         query = (
             "SELECT session_id FROM sessions WHERE updated_at_ms < ? AND open_turn_id = '' "
@@ -328,6 +339,12 @@ def begin_turn(db: sqlite3.Connection, turn: TurnRecord) -> None:
         "UPDATE sessions SET open_turn_id = ?, updated_at_ms = ? WHERE session_id = ?",
         (turn.turn_id, turn.created_at_ms, turn.session_id),
     )
+
+
+def kept_outcome(turn: TurnRecord) -> TurnOutcome:
+    if turn.outcome is None or not turn.outcome.kept:
+        raise AssertionError(f"turn {turn.turn_id} is no part of a conversation")
+    return turn.outcome
 
 
 def fork_session(

@@ -24,7 +24,7 @@ from kvferry.coordinator.registry import (
 )
 from kvferry.engine.text.messages import Tool, ToolCall
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 
 CONVERSATIONS: Final = """
 CREATE TABLE meta (
@@ -74,6 +74,9 @@ CREATE TABLE turns (
     -- what differs from the plain AnswerForm, as JSON
     form TEXT NOT NULL DEFAULT '{}',
     pictures TEXT NOT NULL DEFAULT '[]',
+    priority INTEGER NOT NULL DEFAULT 0,
+    deadline_ms INTEGER NOT NULL DEFAULT 0,
+    n_samples INTEGER NOT NULL DEFAULT 1,
     PRIMARY KEY (session_id, position),
     UNIQUE (session_id, turn_id)
 ) STRICT;
@@ -94,6 +97,10 @@ TABLES: Final = f"{CONVERSATIONS} {sqlite_pixels.TABLES}"
 UPGRADES: Final = {
     1: "ALTER TABLE turns ADD COLUMN form TEXT NOT NULL DEFAULT '{}'",
     2: f"ALTER TABLE turns ADD COLUMN pictures TEXT NOT NULL DEFAULT '[]'; {sqlite_pixels.TABLES}",
+    3: "; ".join(
+        f"ALTER TABLE turns ADD COLUMN {column} INTEGER NOT NULL DEFAULT {default}"
+        for column, default in (("priority", 0), ("deadline_ms", 0), ("n_samples", 1))
+    ),
 }
 """What makes the tables of a version those of the next."""
 
@@ -169,6 +176,9 @@ def turn_of(row: sqlite3.Row) -> TurnRecord:
         outcome=None if row["reason"] is None else outcome_of(row),
         form=form_of(json.loads(row["form"])),
         pictures=tuple(Picture(**picture) for picture in json.loads(row["pictures"])),
+        priority=row["priority"],
+        deadline_ms=row["deadline_ms"],
+        n_samples=row["n_samples"],
     )
 
 
@@ -230,6 +240,9 @@ def open_turn_values(turn: TurnRecord, position: int) -> dict[str, object]:
         "epoch": turn.epoch,
         "form": json.dumps(form_fields(turn.form), ensure_ascii=False),
         "pictures": json.dumps([dataclasses.asdict(picture) for picture in turn.pictures]),
+        "priority": turn.priority,
+        "deadline_ms": turn.deadline_ms,
+        "n_samples": turn.n_samples,
     }
 
 

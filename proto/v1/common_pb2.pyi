@@ -36,6 +36,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """Somebody cancelled the turn."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
     """The turn failed; the error says why. The session is intact."""
+    FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 6
+    """The deadline of the call that asked for it passed; the tokens that came until then stay."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -50,6 +52,8 @@ FINISH_REASON_CANCELLED: FinishReason.ValueType  # 4
 """Somebody cancelled the turn."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The turn failed; the error says why. The session is intact."""
+FINISH_REASON_DEADLINE: FinishReason.ValueType  # 6
+"""The deadline of the call that asked for it passed; the tokens that came until then stay."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

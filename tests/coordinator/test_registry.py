@@ -462,6 +462,34 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
             await registry.close()
 
 
+async def test_what_a_turn_was_asked_with_is_kept(registry: Registry, open_registry: Open) -> None:
+    await registry.create_session(session())
+    await registry.begin_turn(dataclasses.replace(turn(), priority=-7, deadline_ms=2**41, n_samples=3))
+    (kept,) = await (await open_registry()).open_turns()
+    assert (kept.priority, kept.deadline_ms, kept.n_samples) == (-7, 2**41, 3)
+
+
+async def test_an_imported_session_goes_on_where_it_ended(registry: Registry, open_registry: Open) -> None:
+    turns = [
+        dataclasses.replace(shown(turn("t1"), "a"), outcome=outcome(), epoch=4),
+        dataclasses.replace(turn("t2", history=4, prompt=(5,)), outcome=outcome((6,)), epoch=7),
+    ]
+    made = dataclasses.replace(session(), epoch=7, n_tokens=6, n_turns=2)
+    await registry.import_session(made, turns, {"a": b"png a"})
+    with pytest.raises(SessionExists):
+        await registry.import_session(session(), [])
+    registry = await open_registry()
+    assert await registry.get_session("s") == made
+    assert [plain(t) for t in await registry.list_turns("s")] == [plain(t) for t in turns]
+    assert (await registry.session_tokens("s")).tolist() == [1, 2, 3, 4, 5, 6]
+    assert await registry.pixels(["a"]) == {"a": b"png a"}
+    await registry.begin_turn(turn("t3", history=6))
+    assert await registry.place_turn("s", "t3", "fp") == 8
+    await registry.finish_turn("s", "t3", 8, outcome(), [], 9)
+    await registry.delete_session("s")
+    assert await registry.pixels(["a"]) == {}
+
+
 # SQLite alone.
 
 
@@ -475,13 +503,14 @@ async def test_a_state_of_a_newer_version_is_refused_with_what_to_do(tmp_path: P
         await open_sqlite(tmp_path)
 
 
-WITHOUT_PICTURES = "ALTER TABLE turns DROP COLUMN pictures; DROP TABLE pixel_uses; DROP TABLE pixels;"
+WITHOUT_TERMS = "".join(f"ALTER TABLE turns DROP COLUMN {name};" for name in ("priority", "deadline_ms", "n_samples"))
+WITHOUT_PICTURES = f"{WITHOUT_TERMS} ALTER TABLE turns DROP COLUMN pictures; DROP TABLE pixel_uses; DROP TABLE pixels;"
 
 
 @pytest.mark.parametrize(
     ("version", "undo"),
-    [(1, f"{WITHOUT_PICTURES} ALTER TABLE turns DROP COLUMN form;"), (2, WITHOUT_PICTURES)],
-    ids=["1", "2"],
+    [(1, f"{WITHOUT_PICTURES} ALTER TABLE turns DROP COLUMN form;"), (2, WITHOUT_PICTURES), (3, WITHOUT_TERMS)],
+    ids=["1", "2", "3"],
 )
 async def test_a_state_of_an_older_version_is_brought_up_to_date(tmp_path: Path, version: int, undo: str) -> None:
     import sqlite3
@@ -502,7 +531,7 @@ async def test_a_state_of_an_older_version_is_brought_up_to_date(tmp_path: Path,
         assert (await after.get_turn("s", "t2")).form == AnswerForm()
         await after.close()
     with sqlite3.connect(tmp_path / "registry.sqlite3") as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (3,)
+        assert db.execute("PRAGMA user_version").fetchone() == (4,)
     db.close()
 
 
