@@ -546,9 +546,9 @@ async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     [
         ("CREATE TABLE meta (a)", "another program's"),
         ("CREATE TABLE songs (a); PRAGMA user_version = 1", "another program's"),
-        ("CREATE TABLE songs (a); PRAGMA user_version = 3", "another program's"),
+        ("CREATE TABLE songs (a); PRAGMA user_version = 4", "another program's"),
         (
-            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 3",
+            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 4",
             "backup of it in its place",
         ),
     ],
