@@ -19,6 +19,7 @@ from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreUnavailable
 from kvferry.store.geometry import KvGeometry, TokenIds
 from kvferry.store.lcp_index import LcpIndex, common_prefix
+from kvferry.store.ownership import only_of
 from kvferry.store.reader import Identity, open_snapshot
 from kvferry.store.segment_file import SegmentFile, Terms, open_segment
 from kvferry.store.space import Standing
@@ -149,6 +150,12 @@ class Catalog:
         """The segments that continue this one."""
         with self._lock:
             return self._chains.children(name)
+
+    def only_of(self, token_ids: TokenIds, spans: Sequence[ContentSpan], n_shared: int) -> tuple[str, ...]:
+        """What nothing else needs when the conversation of these tokens goes: see ownership.only_of."""
+        with self._lock:
+            whole = {name: self._index.token_ids(name) for name in self._index if not names.is_segment(name)}
+            return only_of(self._chains, whole, token_ids, spans, n_shared)
 
     def add(self, name: str, token_ids: TokenIds) -> None:
         """Adds a snapshot whose ids are known without reading it."""

@@ -13,7 +13,8 @@ import numpy as np
 
 from kvferry.store.errors import SnapshotRejected
 from kvferry.store.geometry import TokenIds
-from kvferry.store.vlkv3 import NO_PARENT, ContentSpan, identity_ids
+from kvferry.store.lcp_index import common_prefix
+from kvferry.store.vlkv3 import NO_PARENT, ContentSpan, first_difference, identity_ids
 
 PrefixDigest = Callable[[TokenIds, Sequence[ContentSpan]], bytes]
 
@@ -114,6 +115,21 @@ class Chains:
     def identity(self, name: str) -> TokenIds:
         """The chain's tokens with the content in them: what the index compares."""
         return identity_ids(self.token_ids(name), 0, self.spans(name))
+
+    def along(self, token_ids: TokenIds, spans: Sequence[ContentSpan] = ()) -> list[Segment]:
+        """The linked segments all of whose tokens, from position 0 to their own last, are these ones, content and all.
+
+        int32 [n]. Compares each such segment, and each first one that is not, once.
+        """
+        reach: dict[str, int] = {}  # up to which position a segment's chain runs along
+        level = [linked.segment for linked in self._linked.values() if linked.parent is None]
+        for segment in level:
+            n = common_prefix(segment.token_ids, token_ids[segment.start :])
+            theirs = [span for span in spans if segment.start <= span.start < segment.end]
+            reach[segment.name] = first_difference(segment.spans, theirs, segment.start + n)
+            children = [self._linked[name].segment for name in sorted(self._linked[segment.name].children)]
+            level += [child for child in children if child.start <= reach[segment.name]]
+        return [segment for segment in level if reach[segment.name] == segment.end]
 
     def add(self, segment: Segment) -> tuple[list[str], list[tuple[str, SnapshotRejected]]]:
         """Takes a segment in; returns the names that are linked now because of it, and those to be refused."""

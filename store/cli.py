@@ -8,7 +8,8 @@ import click
 from kvferry.store.commands.directories import lcp, ls
 from kvferry.store.commands.exchange import convert, diff
 from kvferry.store.commands.files import dump, inspect, verify
-from kvferry.store.commands.upkeep import du, fsck, gc, rm, scrub
+from kvferry.store.commands.removal import rm
+from kvferry.store.commands.upkeep import du, fsck, gc, scrub
 
 
 @click.group()

@@ -136,6 +136,13 @@ class Evictor:
             self._n_evicted -= len(gone)
         return len(gone)
 
+    def remove(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Deletes files at once and for good, but for those that are in use here; returns what went."""
+        gone = self._carry_out(RoomPlan(delete=tuple(names)))
+        with self._lock:
+            self._n_evicted -= len(gone)
+        return tuple(gone)
+
     def _carry_out(self, plan: RoomPlan) -> list[str]:
         """Removes what the plan says but for what has been pinned since; returns the snapshots that went."""
         neighbours = self._directory.neighbours() if any("/" in name for name in (*plan.purge, *plan.evict)) else {}

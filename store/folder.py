@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,10 +16,11 @@ from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreUnavailabl
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import TokenIds
 from kvferry.store.inspection import WHOLE_FILES
+from kvferry.store.ownership import only_of
 from kvferry.store.payload import Kind
 from kvferry.store.reader import open_snapshot
 from kvferry.store.segment_file import BlockDamagedError, Terms, open_segment
-from kvferry.store.vlkv3 import prefix_digest
+from kvferry.store.vlkv3 import ContentSpan, prefix_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,17 @@ class Folder:
             return view.token_ids
         return self.chains.token_ids(name) if self.chains.is_linked(name) else None
 
-    def only_of(self, name: str) -> tuple[str, ...]:
-        """The file, and those before it that nothing else hangs on: what goes when this conversation goes."""
+    def only_of(self, token_ids: TokenIds, spans: Sequence[ContentSpan] = (), n_shared: int = 0) -> tuple[str, ...]:
+        """What goes when the conversation of these tokens goes: see ownership.only_of."""
+        whole = {
+            name: view.token_ids
+            for name, view in self.files.items()
+            if view.token_ids is not None and not names.is_segment(name)
+        }
+        return only_of(self.chains, whole, token_ids, spans, n_shared)
+
+    def up_to(self, name: str) -> tuple[str, ...]:
+        """The file, and those before it that nothing else hangs on."""
         going = [name]
         at = self.chains.parent(name)
         while at is not None and self.chains.children(at) <= set(going):

@@ -384,6 +384,16 @@ class SnapshotStore:
             return ()
         return self._evictor.make_room(self._directory.now_ns(), 0, self.path)
 
+    def remove(self, token_ids: ArrayLike, spans: Sequence[ContentSpan] = (), n_shared: int = 0) -> tuple[str, ...]:
+        """Deletes what only the conversation of these tokens, int32 [n], needs; returns the names that went.
+
+        ``n_shared``: the longest prefix that another living conversation has in common with it. What other stored
+        segments continue stays, and so does what is pinned. Raises StoreUnavailable.
+        """
+        self._must_write("remove")
+        self.refresh()  # another node may have continued it
+        return self._evictor.remove(self._catalog.only_of(np.asarray(token_ids, np.int32), spans, n_shared))
+
     # --- reporting
 
     def refused(self) -> dict[str, str]:

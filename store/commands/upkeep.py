@@ -1,4 +1,4 @@
-"""`kvferry kv fsck | scrub | gc | du | rm`: what an operator does to a store, by hand or from ansible.
+"""`kvferry kv fsck | scrub | gc | du`: what an operator does to a store, by hand or from ansible.
 
 Exit codes: 0 nothing is wrong, 3 something is (fsck, scrub), others as in docs/format.md.
 """
@@ -15,20 +15,16 @@ from typing import Final
 from uuid import uuid4
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from kvferry.store import names
-from kvferry.store.commands.directories import read_tokens
 from kvferry.store.commands.shared import OpenStore, console, json_option, print_json, store_argument
 from kvferry.store.directory import FOREIGN_TEMP_S, NS_PER_S, TRASH_GRACE_S, StoreDirectory
-from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreMisuse
+from kvferry.store.errors import SnapshotGone, SnapshotRejected
 from kvferry.store.folder import FileView, Folder, look, model_folders, read_rows_of
 from kvferry.store.fs import FileSystem
-from kvferry.store.lcp_index import common_prefix
 from kvferry.store.repair import salvage
 from kvferry.store.segment_file import BlockDamagedError
 
@@ -240,44 +236,3 @@ def _unshared_bytes(state: Folder, view: FileView) -> int:
     if state.chains.children(name):
         return 0
     return sum(part.n_bytes * (stop - part.start) // len(part.token_ids) for part, stop in state.chains.chain(name))
-
-
-@click.command()
-@store_argument
-@click.option("--name", help="A file's name; with a segment go those before it that nothing else needs.")
-@click.option("--tokens", help="A conversation's token ids, as for lcp: everything goes that only it uses.")
-@json_option
-def rm(store: OpenStore, name: str | None, tokens: str | None, as_json: bool) -> None:
-    """Remove a conversation's snapshots, at once and for good. What others share stays."""
-    if (name is None) == (tokens is None):
-        raise click.UsageError("give --name or --tokens")
-    gone = []
-    wanted = None if tokens is None else read_tokens(tokens)
-    for folder in model_folders(store.fs, store.root):
-        state = look(store.fs, folder, store.terms())
-        if name is not None:
-            going = set(state.only_of(names.check_snapshot(name))) if name in state.files else set()
-            if going and state.chains.children(name):
-                raise StoreMisuse(f"other segments continue {name}; remove those that end the chains", op="rm")
-        else:
-            going = _of_tokens(state, wanted)
-        for victim in sorted(going):
-            directory_of(store.fs, folder).delete(victim)
-            gone.append(str(folder / victim))
-    if as_json:
-        print_json({"removed": gone})
-    else:
-        click.echo("\n".join(f"removed {file}" for file in gone) or "nothing to remove")
-
-
-def _of_tokens(state: Folder, wanted: np.ndarray | None) -> set[str]:
-    """Files that hold nothing but a prefix of these tokens, the longest first, unless something else needs them."""
-    going: set[str] = set()
-    ids = np.empty(0, np.int32) if wanted is None else wanted
-    candidates = sorted(state.files, key=lambda name: -state.files[name].end)
-    for name in candidates:
-        tokens = state.tokens(name)
-        inside = tokens is not None and common_prefix(tokens, ids) == len(tokens)
-        if inside and state.chains.children(name) <= going:
-            going.add(name)
-    return going

@@ -1,0 +1,70 @@
+"""`kvferry kv rm`: a conversation's snapshots, at once and for good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import click
+
+from kvferry.store import names
+from kvferry.store.commands.directories import read_tokens
+from kvferry.store.commands.shared import OpenStore, json_option, print_json, store_argument
+from kvferry.store.directory import StoreDirectory
+from kvferry.store.errors import StoreMisuse
+from kvferry.store.folder import Folder, look, model_folders
+from kvferry.store.geometry import TokenIds
+from kvferry.store.vlkv3 import ContentSpan
+
+Choose = Callable[[Folder], Sequence[str]]
+
+
+@click.command()
+@store_argument
+@click.option("--name", help="A file's name; with a segment go those before it that nothing else needs.")
+@click.option("--tokens", help="A conversation's token ids, as for lcp: everything goes that only it uses.")
+@json_option
+def rm(store: OpenStore, name: str | None, tokens: str | None, as_json: bool) -> None:
+    """Remove a conversation's snapshots, at once and for good. What others share stays."""
+    if (name is None) == (tokens is None):
+        raise click.UsageError("give --name or --tokens")
+    if name is not None:
+        names.check_snapshot(name)
+        print_removed(remove(store, lambda folder: _up_to(folder, name)), as_json=as_json)
+    elif tokens is not None:
+        print_removed(remove_conversation(store, read_tokens(tokens)), as_json=as_json)
+
+
+def remove_conversation(
+    store: OpenStore, token_ids: TokenIds, spans: Sequence[ContentSpan] = (), n_shared: int = 0
+) -> list[Path]:
+    """Deletes what ownership.only_of says, in every model's folder; returns it. Raises StoreUnavailable."""
+    return remove(store, lambda folder: folder.only_of(token_ids, spans, n_shared))
+
+
+def remove(store: OpenStore, choose: Choose) -> list[Path]:
+    """Deletes what ``choose`` names in each of the store's folders; returns it. Raises StoreUnavailable."""
+    gone = []
+    for path in model_folders(store.fs, store.root):
+        directory = StoreDirectory(store.fs, path.parent, path.name, "operator", lambda: uuid4().hex)
+        for victim in choose(look(store.fs, path, store.terms())):
+            directory.delete(victim)
+            gone.append(path / victim)
+    return gone
+
+
+def print_removed(gone: Sequence[Path], *, as_json: bool) -> None:
+    """What went, for a person or a program."""
+    if as_json:
+        print_json({"removed": [str(path) for path in gone]})
+    else:
+        click.echo("\n".join(f"removed {path}" for path in gone) or "nothing to remove")
+
+
+def _up_to(folder: Folder, name: str) -> Sequence[str]:
+    if name not in folder.files:
+        return ()
+    if folder.chains.children(name):
+        raise StoreMisuse(f"other segments continue {name}; remove those that end the chains", op="rm")
+    return folder.up_to(name)
