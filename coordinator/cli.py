@@ -30,6 +30,12 @@ def coordinator() -> None:
     help="Be at least this generation, if nodes remember a newer coordinator that is gone for good.",
 )
 @click.option("--image-tokens", type=int, help="Most tokens of one image; larger ones are scaled. [default: 1024]")
+@click.option(
+    "--share-prefixes",
+    metavar="A,B,...",
+    multiple=True,
+    help="Tenants that reuse each other's prefixes, or '*': all do. They can tell what the others sent before.",
+)
 @click.option("--expire-days", type=float, help="Delete sessions unused for so long. [default: never]")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written with address and pid when it serves.")
 @click.option("--config", "config", type=click.Path(path_type=Path), help="Settings in TOML.")
@@ -46,6 +52,7 @@ def run(config: Path | None, log_level: str, **options: Any) -> None:
 
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("stamina").setLevel(logging.ERROR)  # it tells each attempt and not why; we tell why, once
+    options["share_prefixes"] = options["share_prefixes"] or None  # none given: as the settings file has it
     settings = CoordinatorSettings.load(config, options)
     settings.check_here()
     if settings.ready_file is not None:

@@ -9,7 +9,8 @@ import pydantic
 import pydantic_settings
 from pydantic import Field
 
-from kvferry.coordinator.errors import InvalidSettings
+from kvferry.coordinator.errors import InvalidName, InvalidSettings
+from kvferry.coordinator.tenants import Sharing
 from kvferry.proto.address import parse_address
 from kvferry.proto.ready_file import why_not_ready_file
 from kvferry.store.place import StorePlace
@@ -54,6 +55,9 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     # One image takes at most so many tokens; larger ones are scaled down. 1,024 are a megapixel, which a board looks at
     # for some half a minute.
     image_tokens: Annotated[int, Field(ge=4, le=1 << 20)] = IMAGE_TOKENS
+    # Tenants that share prefixes, each group's names with commas between them; "*": all do. Whoever shares can find
+    # out, from how long a first token takes, whether another one sent the same text before.
+    share_prefixes: tuple[str, ...] = ()
     # Sessions that nobody used for so many days are deleted; 0: never.
     expire_days: Annotated[float, Field(ge=0, le=36_500, allow_inf_nan=False)] = 0.0
     # At least this generation: the operator's word against nodes that remember a newer coordinator, which is gone for
@@ -66,6 +70,20 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     def _is_address(cls, value: str) -> str:
         parse_address(value, to_listen=True)
         return value
+
+    @pydantic.field_validator("share_prefixes")
+    @classmethod
+    def _are_groups(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            Sharing.of(value)
+        except InvalidName as e:
+            raise ValueError(str(e)) from e
+        return value
+
+    @property
+    def sharing(self) -> Sharing:
+        """Which tenants share prefixes."""
+        return Sharing.of(self.share_prefixes)
 
     @classmethod
     def load(cls, toml_path: Path | None, command_line: dict[str, Any]) -> Self:

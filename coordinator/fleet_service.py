@@ -8,12 +8,28 @@ import logging
 from kvferry.coordinator import requests
 from kvferry.coordinator.errors import BadRequest, ModelMismatch
 from kvferry.coordinator.fleet import Fleet
+from kvferry.coordinator.membership import Load
 from kvferry.coordinator.snapshots import SnapshotNews
 from kvferry.coordinator.wire import Context, load_of, node_of, resident_of, unary
 from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
 from kvferry.store.geometry import KvGeometry
 
 logger = logging.getLogger(__name__)
+
+
+def store_problem(load: Load) -> str:
+    """Why the fleet does not share what a node saves, after the node's name; empty when it does."""
+    if load.other_store:
+        return (
+            "saves to another store than the one this coordinator looks at: what it saves can be resumed only by nodes "
+            "with the same --store; give all the same folder"
+        )
+    if load.other_key:
+        return (
+            "has another store key than this coordinator: what it saves can be resumed only by nodes with the same "
+            "key; give all the same --store-key-file, and --store-encrypted to all or to none"
+        )
+    return ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,16 +65,12 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Context) -> fleet_pb2.HeartbeatResponse:
         resident, load = resident_of(request.resident), load_of(request.load, self.snapshots.which_store())
         known = self.fleet.heartbeat(request.node_id, request.boot_id, load, resident, draining=request.draining)
-        if known and load.other_store and request.boot_id not in self._told_of_store:
+        if known and (problem := store_problem(load)) and request.boot_id not in self._told_of_store:
             self._told_of_store.add(request.boot_id)
-            logger.warning(
-                "node %s saves to another store than the one this coordinator looks at: what it saves can be resumed "
-                "only by nodes with the same --store; give all the same folder",
-                request.node_id,
-            )
+            logger.warning("node %s %s", request.node_id, problem)
         if known:
             for snapshot in request.published:
-                self.snapshots.announce(snapshot.fingerprint, [snapshot.name])
+                self.snapshots.announce(snapshot.fingerprint, [snapshot.name], snapshot.namespace)
         return fleet_pb2.HeartbeatResponse(coordinator_generation=self.generation, register_again=not known)
 
     @unary

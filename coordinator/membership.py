@@ -57,6 +57,8 @@ class Load:
     store_ok: bool = True
     # It saves to another store than ours, so it cannot restore what ours has.
     other_store: bool = False
+    # It seals what it saves with another key than we have, so neither it nor we can read what the other saved.
+    other_key: bool = False
     # Since the engine last finished a step while it had work; 0 when idle.
     stalled_seconds: float = 0.0
 

@@ -101,8 +101,8 @@ class MemoryRegistry:
             if copied and last_outcome is not None:
                 copied[-1] = dataclasses.replace(copied[-1], outcome=last_outcome)
             made = dataclasses.replace(
-                fork, model=parent.model, tokenizer_digest=parent.tokenizer_digest, n_tokens=len(_tokens(copied)),
-                n_turns=len(copied), forked_from=session_id,
+                fork, model=parent.model, tokenizer_digest=parent.tokenizer_digest, tenant=parent.tenant,
+                n_tokens=len(_tokens(copied)), n_turns=len(copied), forked_from=session_id,
             )  # fmt: skip
             self._create(made)
             self._ledger.turns[made.session_id] = [dataclasses.replace(t, session_id=made.session_id) for t in copied]

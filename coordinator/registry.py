@@ -107,6 +107,8 @@ class SessionRecord:
     n_turns: int = 0
     open_turn_id: str = ""
     forked_from: str = ""
+    # Whose it is; empty: nobody's in particular.
+    tenant: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -254,7 +254,8 @@ def n_resident(view: View, request: RouteRequest, member: Member) -> int:
 def n_stored(view: View, member: Member) -> int:
     """Tokens that this node could restore from the store."""
     load = member.node.load
-    return view.n_stored.get(member.node.fingerprint, 0) if load.store_ok and not load.other_store else 0
+    reads_it = load.store_ok and not load.other_store and not load.other_key
+    return view.n_stored.get(member.node.fingerprint, 0) if reads_it else 0
 
 
 def load_of(view: View, member: Member) -> int:

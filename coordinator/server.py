@@ -147,7 +147,7 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
         model.text, around, TurnPolicy(max_losses=settings.max_losses, max_placements=settings.max_placements),
         context_length=model.context_length, no_node_wait_seconds=settings.no_node_wait,
         max_open_turns=settings.max_open_turns, check_grammar=Grammars(model.text).check,
-        vision=model.vision,
+        vision=model.vision, sharing=settings.sharing,
     )  # fmt: skip
     server = grpc.aio.server(
         interceptors=[MalformedRefused()], options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS

@@ -39,7 +39,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     async def CreateSession(
         self, request: chat_pb2.CreateSessionRequest, context: Context
     ) -> chat_pb2.CreateSessionResponse:
-        record = self._new_session(request.session_id)
+        record = self._new_session(request.session_id, request.tenant)
         await self.registry.create_session(record)
         return chat_pb2.CreateSessionResponse(session=self._session(record))
 
@@ -135,12 +135,12 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
             sees_images=self.sees_images,
         )
 
-    def _new_session(self, session_id: str) -> SessionRecord:
+    def _new_session(self, session_id: str, tenant: str = "") -> SessionRecord:
         chosen = requests.name("session_id", session_id) if session_id else uuid4().hex
         now_ms = self.wall_ms()
         return SessionRecord(
             session_id=chosen, model=self.model_name, tokenizer_digest=self.tokenizer_digest,
-            created_at_ms=now_ms, updated_at_ms=now_ms,
+            created_at_ms=now_ms, updated_at_ms=now_ms, tenant=requests.name("tenant", tenant) if tenant else "",
         )  # fmt: skip
 
     def _session(self, record: SessionRecord) -> chat_pb2.Session:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
@@ -21,6 +23,7 @@ from kvferry.store.errors import StoreError, StoreMisuse
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.identity import read_store_id
 from kvferry.store.place import StorePlace
+from kvferry.store.seals import describe
 from kvferry.store.snapshot_store import SnapshotStore
 from kvferry.store.vlkv3 import ContentSpan
 
@@ -32,6 +35,12 @@ REFRESH_SECONDS: Final = 30.0
 MAX_WAITING_JOBS: Final = 1_024
 """While the store hangs, announcements beyond this are dropped: the next look at the directory finds those files."""
 
+
+MAX_TENANTS: Final = 256
+"""Namespaces whose index is in memory, the most recently used: another one is read when one of its turns comes."""
+
+Key = tuple[str, str]
+"""A fingerprint, and a tenant's namespace or nothing."""
 
 LOOK_SECONDS: Final = 1.0
 """A mount that hangs is no reason not to start; a local stat takes microseconds, one over a LAN a millisecond."""
@@ -56,28 +65,38 @@ def check_store(place: StorePlace | None) -> None:
         raise StorePathInvalid(f"the store path {root} is not a folder: give the snapshot folder that the nodes share")
 
 
+@dataclass(frozen=True, slots=True)
+class WhichStore:
+    """A store's id, and how its files are sealed (store.seals.describe); each empty while it is not known."""
+
+    store_id: str = ""
+    seal: str = ""
+
+
 class StoredPrefixes(Protocol):
     """What routing asks of a store, without I/O."""
 
-    def longest_prefixes(self, token_ids: TokenArray, spans: Sequence[ContentSpan] = ()) -> dict[str, int]:
+    def longest_prefixes(
+        self, token_ids: TokenArray, spans: Sequence[ContentSpan] = (), namespace: str = ""
+    ) -> dict[str, int]:
         """fingerprint → leading tokens, of n at most n - 1, that the store holds rows of; spans are its pictures."""
 
 
 class SnapshotNews(Protocol):
     """What nodes tell about a store."""
 
-    def which_store(self) -> str:
-        """The id of the store that is looked at; empty while that is not known."""
+    def which_store(self) -> WhichStore:
+        """What is known of the store that is looked at."""
 
     def watch(self, fingerprint: str, geometry: KvGeometry, vocab_size: int) -> None:
         """A node with this fingerprint is in the fleet."""
 
-    def announce(self, fingerprint: str, names: Sequence[str]) -> None:
+    def announce(self, fingerprint: str, names: Sequence[str], namespace: str = "") -> None:
         """A node published these."""
 
 
 class SnapshotView:
-    """The store's index by fingerprint. All methods from the event loop; a daemon thread of its own does the I/O.
+    """The store's index by fingerprint and namespace. Used from the event loop; a thread of its own does the I/O.
 
     The thread is a daemon and nobody waits for it, since a hung NFS call cannot be interrupted.
     """
@@ -85,8 +104,9 @@ class SnapshotView:
     def __init__(self, place: StorePlace | None) -> None:
         """Raises StoreMisuse for a place that cannot be opened."""
         self._opened = None if place is None else place.open()
-        self._stores: dict[str, SnapshotStore] = {}
-        self._sizes: dict[str, dict[str, int]] = {}  # fingerprint → name → bytes, of files in the index
+        self._shapes: dict[str, tuple[KvGeometry, int]] = {}  # fingerprint → geometry, vocabulary size
+        self._stores: OrderedDict[Key, SnapshotStore] = OrderedDict()  # the least recently used first
+        self._sizes: dict[Key, dict[str, int]] = {}  # name → bytes, of files in the index
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_JOBS)
         self._thread: threading.Thread | None = None
         self._store_id = ""
@@ -103,36 +123,61 @@ class SnapshotView:
 
     def watch(self, fingerprint: str, geometry: KvGeometry, vocab_size: int) -> None:
         """A node with this fingerprint is in the fleet."""
-        if self._opened is None or fingerprint in self._stores:
-            return
+        if fingerprint not in self._shapes:
+            self._shapes[fingerprint] = geometry, vocab_size
+            if self._store(fingerprint) is None:
+                del self._shapes[fingerprint]
+
+    def announce(self, fingerprint: str, names: Sequence[str], namespace: str = "") -> None:
+        """A node published these."""
+        if (store := self._store(fingerprint, namespace)) is not None:
+            for name in names:
+                self._submit(partial(self._take_in, (fingerprint, namespace), store, name))
+
+    def _store(self, fingerprint: str, namespace: str = "") -> SnapshotStore | None:
+        """What is known of a namespace; at first nothing, until the thread has looked."""
+        key = fingerprint, namespace
+        if key in self._stores:
+            self._stores.move_to_end(key)
+            return self._stores[key]
+        if self._opened is None or fingerprint not in self._shapes:
+            return None
         fs, root, seal = self._opened
+        geometry, vocab_size = self._shapes[fingerprint]
         try:
-            store = SnapshotStore.index_only(root, fingerprint, geometry, vocab_size, fs=fs, seal=seal)
+            store = SnapshotStore.index_only(
+                root, fingerprint, geometry, vocab_size, fs=fs, seal=seal, tenant=namespace
+            )
         except StoreError as e:
             logger.warning("snapshots of fingerprint %s are not used for routing: %s", fingerprint, e)
-            return
-        self._stores[fingerprint] = store
-        self._submit(lambda: self._refresh(fingerprint, store))
+            return None
+        self._stores[key] = store
+        self._forget_tenants()
+        self._submit(partial(self._refresh, key, store))
+        return store
 
-    def announce(self, fingerprint: str, names: Sequence[str]) -> None:
-        """A node published these."""
-        if (store := self._stores.get(fingerprint)) is not None:
-            for name in names:
-                self._submit(partial(self._take_in, fingerprint, store, name))
+    def _forget_tenants(self) -> None:
+        of_tenants = [key for key in self._stores if key[1]]
+        for key in of_tenants[: max(0, len(of_tenants) - MAX_TENANTS)]:
+            del self._stores[key]
+            self._sizes.pop(key, None)
 
-    def which_store(self) -> str:
-        """The id of the store that is looked at; empty until the thread has found one, which it then tries to."""
-        if self._opened is not None and not self._store_id and not self._identifying:
+    def which_store(self) -> WhichStore:
+        """The store that is looked at; its id is empty until the thread has found one, which it then tries to."""
+        if self._opened is None:
+            return WhichStore()
+        if not self._store_id and not self._identifying:
             self._identifying = True
             self._submit(self._identify)
-        return self._store_id
+        return WhichStore(self._store_id, describe(self._opened[2]))
 
     def longest_prefixes(
-        self, token_ids: Sequence[int] | TokenArray, spans: Sequence[ContentSpan] = ()
+        self, token_ids: Sequence[int] | TokenArray, spans: Sequence[ContentSpan] = (), namespace: str = ""
     ) -> dict[str, int]:
         """fingerprint → leading tokens that the store holds rows of; of n tokens at most n - 1 are of use."""
         ids = np.asarray(token_ids, dtype=np.int32)
-        matches = {fingerprint: store.find(ids, spans=spans) for fingerprint, store in self._stores.items()}
+        stores = {fingerprint: self._store(fingerprint, namespace) for fingerprint in self._shapes}
+        matches = {f: store.find(ids, spans=spans) for f, store in stores.items() if store is not None}
         return {f: min(match.n_common, len(ids) - 1) for f, match in matches.items() if match is not None}
 
     @property
@@ -155,8 +200,8 @@ class SnapshotView:
             try:
                 job = self._jobs.get(timeout=REFRESH_SECONDS)
             except queue.Empty:
-                for fingerprint, store in list(self._stores.items()):
-                    self._refresh(fingerprint, store)
+                for key, store in list(self._stores.items()):
+                    self._refresh(key, store)
                 continue
             if job is None:
                 return
@@ -170,16 +215,18 @@ class SnapshotView:
             logger.warning("the snapshot store cannot be read, routing goes on without news of it: %s", e)
         self._identifying = False
 
-    def _refresh(self, fingerprint: str, store: SnapshotStore) -> None:
+    def _refresh(self, key: Key, store: SnapshotStore) -> None:
         try:
             store.refresh()
-            self._sizes[fingerprint] = store.sizes()
+            sizes = store.sizes()
+            if key in self._stores:  # not forgotten meanwhile
+                self._sizes[key] = sizes
         except StoreError as e:
             logger.warning("the snapshot store cannot be listed, routing goes on without news of it: %s", e)
 
-    def _take_in(self, fingerprint: str, store: SnapshotStore, name: str) -> None:
+    def _take_in(self, key: Key, store: SnapshotStore, name: str) -> None:
         if look_at(store, name) and (n_bytes := store.size(name)) is not None:
-            self._sizes.setdefault(fingerprint, {})[name] = n_bytes
+            self._sizes.setdefault(key, {})[name] = n_bytes
 
 
 def look_at(store: SnapshotStore, name: str) -> bool:

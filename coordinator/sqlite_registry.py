@@ -362,6 +362,7 @@ def fork_session(
         fork,
         model=parent.model,
         tokenizer_digest=parent.tokenizer_digest,
+        tenant=parent.tenant,
         n_tokens=n_tokens,
         n_turns=len(copied),
         forked_from=session_id,

@@ -24,7 +24,7 @@ from kvferry.coordinator.registry import (
 )
 from kvferry.engine.text.messages import Tool, ToolCall
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 
 CONVERSATIONS: Final = """
 CREATE TABLE meta (
@@ -42,7 +42,8 @@ CREATE TABLE sessions (
     n_tokens INTEGER NOT NULL,
     n_turns INTEGER NOT NULL,
     open_turn_id TEXT NOT NULL,
-    forked_from TEXT NOT NULL
+    forked_from TEXT NOT NULL,
+    tenant TEXT NOT NULL DEFAULT ''
 ) STRICT;
 CREATE INDEX sessions_by_use ON sessions (updated_at_ms DESC, session_id DESC);
 
@@ -101,6 +102,7 @@ UPGRADES: Final = {
         f"ALTER TABLE turns ADD COLUMN {column} INTEGER NOT NULL DEFAULT {default}"
         for column, default in (("priority", 0), ("deadline_ms", 0), ("n_samples", 1))
     ),
+    4: "ALTER TABLE sessions ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
 }
 """What makes the tables of a version those of the next."""
 

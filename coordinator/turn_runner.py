@@ -27,6 +27,7 @@ from kvferry.coordinator.registry import FinishReason, Registry, TokenArray
 from kvferry.coordinator.routing import Choice, route
 from kvferry.coordinator.snapshots import StoredPrefixes
 from kvferry.coordinator.tasks import Background, Bell, first_of
+from kvferry.coordinator.tenants import marked
 from kvferry.coordinator.transport import PlacementLost, WorkerTransport
 from kvferry.coordinator.turn import Blame, Loss, Phase, Turn
 from kvferry.proto.v1 import chat_pb2, common_pb2, worker_pb2
@@ -72,9 +73,9 @@ class Surroundings:
 
 
 class TurnRunner:
-    """Runs ``turn`` to its end. ``history``: of its session, before this turn."""
+    """Runs ``turn`` to its end. ``history``: of its session, before this turn. ``namespace``: whose rows it reuses."""
 
-    def __init__(self, turn: Turn, history: History, around: Surroundings) -> None:
+    def __init__(self, turn: Turn, history: History, around: Surroundings, namespace: str = "") -> None:
         self.turn = turn
         # Rings after every event, for subscribers.
         self.changed = Bell()
@@ -85,8 +86,9 @@ class TurnRunner:
         self._pictures = history.pictures + turn.record.pictures
         self._spans = spans_of(self._pictures)
         self._prompt_ids = np.concatenate([history.token_ids, turn.record.prompt_ids])
-        # As they are compared with what nodes remember: pictures tell each other apart.
-        self._compared_ids = identity_ids(self._prompt_ids, 0, self._spans)
+        # As they are compared with what nodes remember: pictures tell each other apart, and so do namespaces.
+        self._compared_ids = marked(identity_ids(self._prompt_ids, 0, self._spans), namespace)
+        self._namespace = namespace
         self._around = around
         self._cancelled = asyncio.Event()
 
@@ -124,7 +126,7 @@ class TurnRunner:
                 continue
             seen = around.fleet.changed.count
             token_ids = self._token_ids()
-            stored = around.snapshots.longest_prefixes(token_ids, self._spans)
+            stored = around.snapshots.longest_prefixes(token_ids, self._spans, self._namespace)
             wanted = dataclasses.replace(turn.route_request(), sees_images=bool(self._pictures))
             choice = route(around.fleet.view(stored, self._with_answer(self._compared_ids)), wanted)
             if choice.member is not None:
@@ -316,6 +318,7 @@ class TurnRunner:
             recompute=recompute,
             grammar=record.form.grammar,
             images=images,
+            namespace=self._namespace,
         )
 
     def _token_ids(self) -> TokenArray:

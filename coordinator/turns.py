@@ -31,6 +31,7 @@ from kvferry.coordinator.pictures import PictureReader
 from kvferry.coordinator.reading import check_index, is_whole, stopping
 from kvferry.coordinator.registry import SessionRecord, TurnRecord
 from kvferry.coordinator.requests import TurnRequest, answer_budget
+from kvferry.coordinator.tenants import ALONE, Sharing
 from kvferry.coordinator.turn import Phase, Turn, TurnPolicy
 from kvferry.coordinator.turn_events import replay
 from kvferry.coordinator.turn_runner import Surroundings, TurnRunner
@@ -62,6 +63,7 @@ class Turns:
         max_open_turns: int,
         check_grammar: Callable[[str], None],
         vision: VisionConfig | None = None,
+        sharing: Sharing = ALONE,
         new_id: Callable[[], str] = lambda: uuid4().hex,
     ) -> None:
         self.n_failovers = 0
@@ -70,6 +72,7 @@ class Turns:
         self._preparation = Preparation(model, check_grammar, PictureReader(vision, model.model_name))
         self._around = around
         self._policy = policy
+        self._sharing = sharing
         self._context_length = context_length
         self._no_node_wait_s = no_node_wait_seconds
         self._max_open_turns = max_open_turns
@@ -89,11 +92,11 @@ class Turns:
         n_resumed = 0
         for record in await self._around.registry.open_turns():
             try:
-                await self._own_session(record.session_id)
+                session = await self._own_session(record.session_id)
             except ModelMismatch as e:
                 logger.warning("turn %s stays open: %s", record.turn_id, e)
                 continue
-            self._start(record, await self._history(record.session_id), resumed=True)
+            self._start(session, record, await self._history(record.session_id), resumed=True)
             n_resumed += 1
         return n_resumed
 
@@ -113,11 +116,12 @@ class Turns:
             if (known := await self._known(request)) is not None:
                 return known
             with self._place_among_open_turns():
-                record, history, pixels = await self._new_record(request)
+                session = await self._own_session(request.session_id)
+                record, history, pixels = await self._new_record(session, request)
                 await self._around.registry.begin_turn(record, pixels)
                 if self._stopping.is_set():
                     raise stopping()  # it is open in the registry: the next start takes it up
-                self._start(record, history, resumed=False)
+                self._start(session, record, history, resumed=False)
             return record.session_id, record.turn_id
 
     @contextlib.contextmanager
@@ -281,9 +285,9 @@ class Turns:
             )
         return session
 
-    async def _new_record(self, request: TurnRequest) -> tuple[TurnRecord, History, Mapping[str, bytes]]:
-        registry = self._around.registry
-        session = await self._own_session(request.session_id)
+    async def _new_record(
+        self, session: SessionRecord, request: TurnRequest
+    ) -> tuple[TurnRecord, History, Mapping[str, bytes]]:
         if session.open_turn_id:
             raise SessionBusy(
                 f"session {session.session_id} is answering turn {session.open_turn_id}: wait for it or cancel it"
@@ -292,7 +296,7 @@ class Turns:
             raise InvalidMessage(
                 "only the first message of a session may have the role system; this session has begun already"
             )
-        turns = await registry.list_turns(request.session_id)
+        turns = await self._around.registry.list_turns(request.session_id)
         history = History.of(turns)
         prepared = await self._preparation.prepare(self._around.in_thread, request, turns, history)
         n_prompt_tokens = len(history.token_ids) + len(prepared.prompt_ids)
@@ -330,13 +334,14 @@ class Turns:
             record = await self._around.registry.get_turn(*key)
             if record.outcome is None and key not in self._runners and not self._stopping.is_set():
                 logger.warning("turn %s of session %s was open and nobody ran it", key[1], key[0])
-                self._start(record, await self._history(key[0]), resumed=True)
+                session = await self._around.registry.get_session(key[0])
+                self._start(session, record, await self._history(key[0]), resumed=True)
             return self._runners.get(key)
 
-    def _start(self, record: TurnRecord, history: History, *, resumed: bool) -> None:
+    def _start(self, session: SessionRecord, record: TurnRecord, history: History, *, resumed: bool) -> None:
         text = ModelAnswerText(self._model, record.stop)
         turn = Turn(record, text, self._policy, self._around.clock(), resumed=resumed)
-        runner = TurnRunner(turn, history, self._around)
+        runner = TurnRunner(turn, history, self._around, self._sharing.namespace(session.tenant))
         key = (record.session_id, record.turn_id)
         self._runners[key] = runner
         self._tasks[key] = asyncio.create_task(runner.run(), name=f"turn {record.session_id}/{record.turn_id}")

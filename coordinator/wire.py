@@ -14,6 +14,7 @@ from kvferry.coordinator.answer_parts import call_message, parsed, parsed_messag
 from kvferry.coordinator.errors import CoordinatorError
 from kvferry.coordinator.membership import Load, Member, Node
 from kvferry.coordinator.registry import Message, SessionRecord, TurnRecord
+from kvferry.coordinator.snapshots import WhichStore
 from kvferry.proto.status import status_of, trailing_metadata
 from kvferry.proto.v1 import chat_pb2, common_pb2, fleet_pb2, worker_pb2
 
@@ -78,6 +79,7 @@ def session_message(record: SessionRecord, last_node_id: str) -> chat_pb2.Sessio
         open_turn_id=record.open_turn_id,
         forked_from=record.forked_from,
         last_node_id=last_node_id,
+        tenant=record.tenant,
     )
 
 
@@ -134,12 +136,13 @@ def node_message(member: Member) -> chat_pb2.NodeInfo:
         n_threads=node.n_threads,
         tokens_generated=load.tokens_generated,
         other_store=load.other_store,
+        other_key=load.other_key,
         pid=node.pid,
     )
 
 
-def node_of(request: fleet_pb2.RegisterRequest, store_id: str) -> Node:
-    """``store_id``: of the store we look at; empty while it is not known."""
+def node_of(request: fleet_pb2.RegisterRequest, store: WhichStore) -> Node:
+    """``store``: the one we look at."""
     return Node(
         node_id=request.node_id,
         boot_id=request.boot_id,
@@ -152,7 +155,7 @@ def node_of(request: fleet_pb2.RegisterRequest, store_id: str) -> Node:
         kernel_path=request.kernel_path,
         pid=request.pid,
         bytes_per_row=request.bytes_per_row or _f32_bytes_per_row(request.geometry),
-        load=load_of(request.load, store_id),
+        load=load_of(request.load, store),
         resident=resident_of(request.resident),
         sees_images=request.sees_images,
     )
@@ -163,7 +166,8 @@ def _f32_bytes_per_row(geometry: common_pb2.KvGeometry) -> int:
     return geometry.n_layers * geometry.n_kv_heads * geometry.head_dim * 2 * 4
 
 
-def load_of(load: worker_pb2.NodeLoad, store_id: str) -> Load:
+def load_of(load: worker_pb2.NodeLoad, store: WhichStore) -> Load:
+    """``store``: the one we look at."""
     return Load(
         n_running=load.n_running,
         n_queued=load.n_queued,
@@ -174,9 +178,15 @@ def load_of(load: worker_pb2.NodeLoad, store_id: str) -> Load:
         decode_tokens_per_second=load.decode_tokens_per_second,
         restore_bytes_per_second=load.restore_bytes_per_second,
         store_ok=load.store_ok,
-        other_store=bool(store_id and load.store_id and load.store_id != store_id),
+        other_store=differs(load.store_id, store.store_id),
+        other_key=differs(load.store_seal, store.seal),
         stalled_seconds=load.stalled_seconds,
     )
+
+
+def differs(told: str, ours: str) -> bool:
+    """Whether both are known, and not the same."""
+    return bool(told and ours and told != ours)
 
 
 def resident_of(sessions: Iterable[worker_pb2.ResidentSession]) -> dict[str, int]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvferry.coordinator.registry import TokenArray
+from kvferry.coordinator.snapshots import WhichStore
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.lcp_index import LcpIndex
 from kvferry.store.vlkv3 import ContentSpan
@@ -65,22 +66,24 @@ class StoreView:
         for name in self._store.index:
             self._known.add(name, self._store.index.token_ids(name))
 
-    def which_store(self) -> str:
-        return "the only one"
+    def which_store(self) -> WhichStore:
+        return WhichStore("the only one")
 
     def watch(self, fingerprint: str, geometry: KvGeometry, vocab_size: int) -> None:
         del geometry, vocab_size
         if fingerprint not in self._fingerprints:
             self._fingerprints.append(fingerprint)
 
-    def announce(self, fingerprint: str, names: Sequence[str]) -> None:
-        del fingerprint
+    def announce(self, fingerprint: str, names: Sequence[str], namespace: str = "") -> None:
+        del fingerprint, namespace
         for name in names:
             if name in self._store.index:
                 self._known.add(name, self._store.index.token_ids(name))
 
-    def longest_prefixes(self, token_ids: TokenArray, spans: Sequence[ContentSpan] = ()) -> dict[str, int]:
-        del spans  # simulated clients send no pictures
+    def longest_prefixes(
+        self, token_ids: TokenArray, spans: Sequence[ContentSpan] = (), namespace: str = ""
+    ) -> dict[str, int]:
+        del spans, namespace  # simulated clients send no pictures, and are one tenant
         match = self._known.find(token_ids)
         if match is None:
             return {}

@@ -1,5 +1,6 @@
 """The names in a store, validated at one gate both ways: before they are used, and before a listing hands them on.
 
+    ROOT/<fingerprint>-<24 hex>/                                     the same for a tenant: digits of its name's SHA-256
     ROOT/<fingerprint>/kv_<16 hex>.kv                                a snapshot in one file: version 1
     ROOT/<fingerprint>/kv3_<32 hex>.kv                               a segment: version 3
     ROOT/<fingerprint>/kv_<16 hex>.kv.<node>.<32 hex>.<bytes>.tmp    one being written, and the bytes it reserves
@@ -21,6 +22,7 @@ from kvferry.store.errors import SnapshotRejected, StoreMisuse
 
 TRASH: Final = "trash"
 QUARANTINE: Final = "quarantine"
+TENANT_DIGITS: Final = 24
 
 _NAME: Final = r"(?:kv_[0-9a-f]{16}|kv3_[0-9a-f]{32})\.kv"
 _SNAPSHOT: Final = re.compile(_NAME, re.ASCII)
@@ -34,6 +36,7 @@ _TRASHED: Final = re.compile(_NAME + r"\.[0-9a-f]{32}", re.ASCII)
 _NODE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 # lower case, because some disks do not tell the cases apart; no dot first, so neither '..' nor a hidden folder
 _FINGERPRINT: Final = re.compile(r"[0-9a-z][0-9a-z_-]{0,63}", re.ASCII)
+_TENANT: Final = re.compile(rf"-([0-9a-f]{{{TENANT_DIGITS}}})\Z", re.ASCII)
 _UNIQUE: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -85,11 +88,22 @@ def check_fingerprint(fingerprint: str) -> str:
     return fingerprint
 
 
-def namespace(fingerprint: str, tenant: str | None) -> str:
-    """The directory of a tenant's snapshots of a model; without a tenant all share one. Raises StoreMisuse."""
-    if tenant is None:
+def tenant_digest(tenant: str) -> str:
+    """24 hex digits that stand for a tenant's name; empty for the empty name, which is everybody's."""
+    return hashlib.sha256(tenant.encode()).hexdigest()[:TENANT_DIGITS] if tenant else ""
+
+
+def folder_of(fingerprint: str, tenant: str = "") -> str:
+    """The directory of a tenant's snapshots of a model. Raises StoreMisuse."""
+    if not tenant:
         return check_fingerprint(fingerprint)
-    return f"{check_fingerprint(fingerprint)[:40]}-{hashlib.sha256(tenant.encode()).hexdigest()[:16]}"
+    return f"{check_fingerprint(fingerprint)[: 64 - TENANT_DIGITS - 1]}-{tenant_digest(tenant)}"
+
+
+def digest_in_folder(folder: str) -> str:
+    """The tenant's digest in a directory's name; empty for one without."""
+    found = _TENANT.search(folder)
+    return found[1] if found else ""
 
 
 def check_node_id(node_id: str) -> str:

@@ -110,7 +110,7 @@ class SnapshotStore:
         version: Literal[1, 3] = 1,
         kind: Kind | None = Kind.F32,
         seal: Seal | None = None,
-        tenant: str | None = None,
+        tenant: str = "",
         min_growth: int = 1,
         placeholder_ids: Collection[int] = (),
         write_bytes_per_hour: int | None = None,
@@ -120,8 +120,8 @@ class SnapshotStore:
         anybody's who can write here.
 
         ``version`` is what is written; both are read. ``kind`` of the rows (None: any, to look only). A ``tenant`` has
-        a directory of its own. A continuation of less than ``min_growth`` tokens is not written. Whole files are not
-        read beyond one of the ``placeholder_ids``, since they do not say what stood there. Raises StoreMisuse.
+        a directory and a key of its own. A continuation of less than ``min_growth`` tokens is not written. Whole files
+        are not read beyond one of the ``placeholder_ids``, since they do not say what stood there. Raises StoreMisuse.
         """
         if version == 1 and kind not in {Kind.F32, None}:
             raise StoreMisuse("version 1 holds float32 rows only", op="open store", path=root)
@@ -136,9 +136,10 @@ class SnapshotStore:
         self._trusted_uids = trusted_uids
         self._trash_grace_s = trash_grace_s
         self._fs: FileSystem = PosixFileSystem() if fs is None else fs
-        folder = names.namespace(fingerprint, tenant)
+        folder = names.folder_of(fingerprint, tenant)
+        own_seal = (PlainSeal() if seal is None else seal).for_tenant(names.tenant_digest(tenant))
         self._directory = StoreDirectory(self._fs, root, folder, node_id, unique)
-        terms = Terms(geometry, kind, fingerprint, PlainSeal() if seal is None else seal, vocab_size)
+        terms = Terms(geometry, kind, fingerprint, own_seal, vocab_size)
         versions = {Kind.F32: (1,), Kind.Q8: (2,), None: (1, 2)}.get(kind, ())
         self._catalog = Catalog(self._directory, geometry, vocab_size, trusted_uids, terms, versions, placeholder_ids)
         self._evictor = Evictor(self._directory, self._catalog, self.budget, trash_grace_s)
@@ -182,9 +183,13 @@ class SnapshotStore:
         *,
         fs: FileSystem | None = None,
         seal: Seal | None = None,
+        tenant: str = "",
     ) -> SnapshotStore:
         """A store that only looks: for the coordinator's routing. It never writes, not even an mtime."""
-        return cls(root, fingerprint, geometry, vocab_size, 0, 0, "index", read_only=True, kind=None, fs=fs, seal=seal)
+        return cls(
+            root, fingerprint, geometry, vocab_size, 0, 0, "index",
+            read_only=True, kind=None, fs=fs, seal=seal, tenant=tenant,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return (

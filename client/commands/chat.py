@@ -46,6 +46,7 @@ HELP_TEXT = (
 @click.command()
 @coordinator_option
 @click.option("--session", "session_id", default=None, help="Go on with this session, or give a new one this name.")
+@click.option("--tenant", default="", help="Whose session a new one is: tenants do not share what is computed.")
 @click.option("--message", "-m", "texts", multiple=True, help="Say this and exit (may be repeated).")
 @click.option(
     "--image", "images", multiple=True, type=click.Path(), help="Show this picture with the first message (repeatable)."
@@ -71,6 +72,7 @@ HELP_TEXT = (
 def chat(
     coordinator: str,
     session_id: str | None,
+    tenant: str,
     texts: tuple[str, ...],
     images: tuple[str, ...],
     system: str | None,
@@ -97,6 +99,7 @@ def chat(
         conversation = Conversation(
             client,
             view,
+            tenant=tenant,
             system=system,
             max_tokens=max_tokens,
             stop=stop,
@@ -123,6 +126,7 @@ class Conversation:
         client: Client,
         view: TurnView,
         *,
+        tenant: str,
         system: str | None,
         max_tokens: int,
         stop: tuple[str, ...],
@@ -133,6 +137,7 @@ class Conversation:
         self._interactive = interactive
         self._client = client
         self._view = view
+        self._tenant = tenant
         self._system = system
         self._max_tokens = max_tokens
         self._stop = stop
@@ -162,6 +167,8 @@ class Conversation:
             details = session.details()
         except UnknownSession:
             return
+        if self._tenant not in {"", details.session.tenant}:
+            raise click.UsageError(f"Session {session_id} is not one of tenant {self._tenant}: begin another one.")
         self._session = session
         self._is_new = not details.turns
         self._view.note(f"session {session_id} goes on after {len(details.turns)} turns")
@@ -213,7 +220,7 @@ class Conversation:
         is_ours = session is None  # then it goes again if its first turn is refused
         if session is None:
             self._generate(self._client.session(""), messages)  # what no message can carry is refused before anything
-            session = self._client.create_session(self._wanted_id)
+            session = self._client.create_session(self._wanted_id, tenant=self._tenant)
             self._view.note(f"session {session.id}")
         try:
             self._show(session, self._generate(session, messages))

@@ -58,6 +58,15 @@ def status(coordinator: str, as_json: bool) -> None:
     _print_nodes(found.nodes)
 
 
+OTHER_STORE = (
+    "saves to another store than the coordinator looks at: only nodes with the same --store can resume what it saves."
+)
+OTHER_KEY = (
+    "has another store key than the coordinator: only nodes with the same --store-key-file and --store-encrypted can "
+    "resume what it saves."
+)
+
+
 def _print_nodes(found: Sequence[NodeInfo]) -> None:
     columns = [
         "node",
@@ -83,9 +92,21 @@ def _print_nodes(found: Sequence[NodeInfo]) -> None:
             str(node.n_resident_sessions),
             f"{bytes_text(node.kv_bytes_used)} of {bytes_text(node.kv_bytes_budget)}",
             f"{node.kernel_path} x {node.n_threads}",
-            "another" if node.other_store else "ok" if node.store_ok else "failing",
+            store_text(node),
             f"{node.seconds_since_heartbeat:.1f} s ago",
         ]
         for node in found
     ]
     print_table(columns, rows, "No node has registered yet.")
+    for node in found:
+        if node.other_store or node.other_key:
+            click.echo(f"{node.node_id} {OTHER_STORE if node.other_store else OTHER_KEY}")
+
+
+def store_text(node: NodeInfo) -> str:
+    """A node's store in a word or two."""
+    if node.other_store:
+        return "another"
+    if node.other_key:
+        return "another key"
+    return "ok" if node.store_ok else "failing"

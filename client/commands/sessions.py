@@ -47,7 +47,8 @@ def show(session_id: str, coordinator: str, as_json: bool) -> None:
         print_json(details)
         return
     head = details.session
-    click.echo(f"session {head.session_id}: {head.n_turns} turns, {head.n_tokens} tokens, model {head.model}")
+    tenant = f", tenant {head.tenant}" if head.tenant else ""
+    click.echo(f"session {head.session_id}: {head.n_turns} turns, {head.n_tokens} tokens, model {head.model}{tenant}")
     for turn in details.turns:
         for message in turn.messages:
             click.echo(f"\n[{message.role}] {message.content}")

@@ -78,10 +78,13 @@ class AsyncClient:
         """Closes the connection and every stream on it; turns go on."""
         await self._connection.aclose()
 
-    async def create_session(self, session_id: str | None = None) -> AsyncSession:
-        """A new conversation; without a name it gets one of its own."""
+    async def create_session(self, session_id: str | None = None, *, tenant: str = "") -> AsyncSession:
+        """A new conversation; without a name it gets one of its own.
+
+        ``tenant``: whose it is. Nothing that is computed for it is reused for another tenant, nor the other way.
+        """
         wanted = session_id or self._new_id()
-        request = request_of(chat_pb2.CreateSessionRequest, session_id=wanted)
+        request = request_of(chat_pb2.CreateSessionRequest, session_id=wanted, tenant=tenant)
         await self._connection.ask_once_done(self._connection.stub.CreateSession, request, done_already=SessionExists)
         return self.session(wanted)
 

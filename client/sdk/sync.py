@@ -106,9 +106,12 @@ class Client:
         finally:
             self._loop.close()
 
-    def create_session(self, session_id: str | None = None) -> Session:
-        """A new conversation; without a name it gets one of its own."""
-        return Session(self._loop, self._loop.run(self._async.create_session(session_id)))
+    def create_session(self, session_id: str | None = None, *, tenant: str = "") -> Session:
+        """A new conversation; without a name it gets one of its own.
+
+        ``tenant``: whose it is. Nothing that is computed for it is reused for another tenant, nor the other way.
+        """
+        return Session(self._loop, self._loop.run(self._async.create_session(session_id, tenant=tenant)))
 
     def session(self, session_id: str) -> Session:
         """A handle on a conversation that exists; asks nobody."""

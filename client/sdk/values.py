@@ -134,6 +134,7 @@ class SessionInfo:
     open_turn_id: str
     forked_from: str
     last_node_id: str
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,8 @@ class NodeInfo:
     tokens_generated: int
     # It saves to another store than the coordinator looks at.
     other_store: bool
+    # It has another store key than the coordinator.
+    other_key: bool
     pid: int
     sees_images: bool
 

@@ -239,6 +239,7 @@ def session_of(message: chat_pb2.Session) -> SessionInfo:
         open_turn_id=message.open_turn_id,
         forked_from=message.forked_from,
         last_node_id=message.last_node_id,
+        tenant=message.tenant,
     )
 
 
@@ -298,6 +299,7 @@ def node_of(message: chat_pb2.NodeInfo) -> NodeInfo:
         n_threads=message.n_threads,
         tokens_generated=message.tokens_generated,
         other_store=message.other_store,
+        other_key=message.other_key,
         pid=message.pid,
         sees_images=message.sees_images,
     )

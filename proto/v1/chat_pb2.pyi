@@ -297,6 +297,7 @@ class Session(_message.Message):
     OPEN_TURN_ID_FIELD_NUMBER: _builtins.int
     FORKED_FROM_FIELD_NUMBER: _builtins.int
     LAST_NODE_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     model: _builtins.str
     created_at_ms: _builtins.int
@@ -311,6 +312,7 @@ class Session(_message.Message):
     forked_from: _builtins.str
     last_node_id: _builtins.str
     """The node that served last, empty when none did since the coordinator started."""
+    tenant: _builtins.str
     def __init__(
         self,
         *,
@@ -324,10 +326,11 @@ class Session(_message.Message):
         open_turn_id: _builtins.str = ...,
         forked_from: _builtins.str = ...,
         last_node_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at_ms", b"created_at_ms", "epoch", b"epoch", "forked_from", b"forked_from", "last_node_id", b"last_node_id", "model", b"model", "n_tokens", b"n_tokens", "n_turns", b"n_turns", "open_turn_id", b"open_turn_id", "session_id", b"session_id", "updated_at_ms", b"updated_at_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at_ms", b"created_at_ms", "epoch", b"epoch", "forked_from", b"forked_from", "last_node_id", b"last_node_id", "model", b"model", "n_tokens", b"n_tokens", "n_turns", b"n_turns", "open_turn_id", b"open_turn_id", "session_id", b"session_id", "tenant", b"tenant", "updated_at_ms", b"updated_at_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,16 +389,22 @@ class CreateSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Chosen by the client, or empty: the coordinator chooses. 1 to 128 characters of [A-Za-z0-9._-]."""
+    tenant: _builtins.str
+    """Whose session it is, the same alphabet; empty: nobody's in particular. No other tenant's turns reuse what is computed for it,
+    nor do its turns reuse theirs, unless the coordinator was told that they share. Forks are the same tenant's.
+    """
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1226,6 +1235,7 @@ class NodeInfo(_message.Message):
     SEES_IMAGES_FIELD_NUMBER: _builtins.int
     OTHER_STORE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    OTHER_KEY_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     address: _builtins.str
     state: Global___NodeState.ValueType
@@ -1248,6 +1258,8 @@ class NodeInfo(_message.Message):
     other_store: _builtins.bool
     """It saves to another store than the coordinator looks at: others cannot resume what it saved."""
     pid: _builtins.int
+    other_key: _builtins.bool
+    """It seals what it saves with another key than the coordinator has: none of them can resume what the other saved."""
     def __init__(
         self,
         *,
@@ -1271,10 +1283,11 @@ class NodeInfo(_message.Message):
         sees_images: _builtins.bool = ...,
         other_store: _builtins.bool = ...,
         pid: _builtins.int = ...,
+        other_key: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_tokens_per_second", b"decode_tokens_per_second", "fingerprint", b"fingerprint", "kernel_path", b"kernel_path", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "model", b"model", "n_queued", b"n_queued", "n_resident_sessions", b"n_resident_sessions", "n_running", b"n_running", "n_threads", b"n_threads", "node_id", b"node_id", "other_store", b"other_store", "pid", b"pid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "seconds_since_heartbeat", b"seconds_since_heartbeat", "sees_images", b"sees_images", "state", b"state", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_tokens_per_second", b"decode_tokens_per_second", "fingerprint", b"fingerprint", "kernel_path", b"kernel_path", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "model", b"model", "n_queued", b"n_queued", "n_resident_sessions", b"n_resident_sessions", "n_running", b"n_running", "n_threads", b"n_threads", "node_id", b"node_id", "other_key", b"other_key", "other_store", b"other_store", "pid", b"pid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "seconds_since_heartbeat", b"seconds_since_heartbeat", "sees_images", b"sees_images", "state", b"state", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

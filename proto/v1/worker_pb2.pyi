@@ -36,6 +36,7 @@ class RunTurnRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     turn_id: _builtins.str
     epoch: _builtins.int
@@ -54,6 +55,8 @@ class RunTurnRequest(_message.Message):
     """What the answer has to be, in llguidance's Lark; empty: anything. Each token is drawn among those that it allows after the
     answer's tokens so far.
     """
+    namespace: _builtins.str
+    """Rows are reused within one namespace only, in memory and in the store; empty: the common one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then the answer tokens that exist already."""
@@ -84,10 +87,11 @@ class RunTurnRequest(_message.Message):
         priority: _builtins.int = ...,
         images: _abc.Iterable[Global___PromptImage] | None = ...,
         grammar: _builtins.str = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "grammar", b"grammar", "images", b"images", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "priority", b"priority", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "grammar", b"grammar", "images", b"images", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "namespace", b"namespace", "priority", b"priority", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,7 +250,10 @@ class RestoreSessionRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
+    namespace: _builtins.str
+    """As of RunTurnRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -259,10 +266,11 @@ class RestoreSessionRequest(_message.Message):
         session_id: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         images: _abc.Iterable[Global___PromptImage] | None = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "namespace", b"namespace", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,11 +344,14 @@ class SnapshotInfo(_message.Message):
     N_TOKENS_FIELD_NUMBER: _builtins.int
     N_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     fingerprint: _builtins.str
     n_tokens: _builtins.int
     n_bytes: _builtins.int
     seconds: _builtins.float
+    namespace: _builtins.str
+    """As of RunTurnRequest."""
     def __init__(
         self,
         *,
@@ -349,10 +360,11 @@ class SnapshotInfo(_message.Message):
         n_tokens: _builtins.int = ...,
         n_bytes: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "n_bytes", b"n_bytes", "n_tokens", b"n_tokens", "name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "n_bytes", b"n_bytes", "n_tokens", b"n_tokens", "name", b"name", "namespace", b"namespace", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -480,6 +492,7 @@ class NodeLoad(_message.Message):
     BLOCKS_WRONG_FIELD_NUMBER: _builtins.int
     TOKENS_PROPOSED_FIELD_NUMBER: _builtins.int
     TOKENS_ACCEPTED_FIELD_NUMBER: _builtins.int
+    STORE_SEAL_FIELD_NUMBER: _builtins.int
     n_running: _builtins.int
     n_queued: _builtins.int
     kv_bytes_used: _builtins.int
@@ -506,6 +519,8 @@ class NodeLoad(_message.Message):
     tokens_proposed: _builtins.int
     """Speculation: tokens that were proposed and verified, and how many of them were right."""
     tokens_accepted: _builtins.int
+    store_seal: _builtins.str
+    """How it seals what it saves: "plain", or the seal and the id of its key. Empty without a store."""
     def __init__(
         self,
         *,
@@ -530,10 +545,11 @@ class NodeLoad(_message.Message):
         blocks_wrong: _builtins.int = ...,
         tokens_proposed: _builtins.int = ...,
         tokens_accepted: _builtins.int = ...,
+        store_seal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_audited", b"blocks_audited", "blocks_wrong", b"blocks_wrong", "decode_tokens_per_second", b"decode_tokens_per_second", "engine_steps", b"engine_steps", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "n_queued", b"n_queued", "n_running", b"n_running", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restore_bytes_per_second", b"restore_bytes_per_second", "rows_prefilled", b"rows_prefilled", "snapshots_failed", b"snapshots_failed", "snapshots_published", b"snapshots_published", "snapshots_refused", b"snapshots_refused", "stalled_seconds", b"stalled_seconds", "store_error", b"store_error", "store_id", b"store_id", "store_ok", b"store_ok", "tokens_accepted", b"tokens_accepted", "tokens_generated", b"tokens_generated", "tokens_proposed", b"tokens_proposed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_audited", b"blocks_audited", "blocks_wrong", b"blocks_wrong", "decode_tokens_per_second", b"decode_tokens_per_second", "engine_steps", b"engine_steps", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "n_queued", b"n_queued", "n_running", b"n_running", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restore_bytes_per_second", b"restore_bytes_per_second", "rows_prefilled", b"rows_prefilled", "snapshots_failed", b"snapshots_failed", "snapshots_published", b"snapshots_published", "snapshots_refused", b"snapshots_refused", "stalled_seconds", b"stalled_seconds", "store_error", b"store_error", "store_id", b"store_id", "store_ok", b"store_ok", "store_seal", b"store_seal", "tokens_accepted", b"tokens_accepted", "tokens_generated", b"tokens_generated", "tokens_proposed", b"tokens_proposed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,9 +50,9 @@ class Client:
         self.channel = grpc.aio.insecure_channel(address, options=channel_options())
         self.stub = chat_pb2_grpc.ChatServiceStub(self.channel)
 
-    async def new_session(self, session_id: str = "") -> str:
+    async def new_session(self, session_id: str = "", tenant: str = "") -> str:
         response = await self.stub.CreateSession(
-            chat_pb2.CreateSessionRequest(session_id=session_id), timeout=PATIENCE_S
+            chat_pb2.CreateSessionRequest(session_id=session_id, tenant=tenant), timeout=PATIENCE_S
         )
         return response.session.session_id
 

@@ -65,6 +65,8 @@ class Script:
     # Say nothing more to the coordinator.
     mute: bool = False
     draining: bool = False
+    # As a node with that seal says.
+    store_seal: str = ""
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -147,7 +149,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(pause_s if registered else 0.05)
 
     def _load(self) -> worker_pb2.NodeLoad:
-        return worker_pb2.NodeLoad(n_running=self.n_running, store_ok=True, kv_bytes_budget=1 << 30)
+        return worker_pb2.NodeLoad(
+            n_running=self.n_running, store_ok=True, kv_bytes_budget=1 << 30, store_seal=self.script.store_seal
+        )
 
     def _resident(self) -> list[worker_pb2.ResidentSession]:
         return [worker_pb2.ResidentSession(session_id=s, n_tokens=n) for s, n in self.resident.items()]

@@ -193,6 +193,13 @@ async def test_a_session_is_kept(registry: Registry, open_registry: Open) -> Non
     assert (await registry.counts()).n_sessions == 1
 
 
+async def test_a_session_and_its_forks_are_one_tenants(registry: Registry, open_registry: Open) -> None:
+    await registry.create_session(dataclasses.replace(session(), tenant="acme"))
+    await registry.fork_session("s", session("f"), None)
+    again = await open_registry()
+    assert [s.tenant for s in await again.list_sessions(9, None)] == ["acme", "acme"]
+
+
 async def test_a_session_is_made_once(registry: Registry) -> None:
     await registry.create_session(session())
     with pytest.raises(SessionExists, match="session s"):
@@ -503,14 +510,21 @@ async def test_a_state_of_a_newer_version_is_refused_with_what_to_do(tmp_path: P
         await open_sqlite(tmp_path)
 
 
-WITHOUT_TERMS = "".join(f"ALTER TABLE turns DROP COLUMN {name};" for name in ("priority", "deadline_ms", "n_samples"))
+WITHOUT_TENANTS = "ALTER TABLE sessions DROP COLUMN tenant;"
+TERMS = "".join(f"ALTER TABLE turns DROP COLUMN {name};" for name in ("priority", "deadline_ms", "n_samples"))
+WITHOUT_TERMS = f"{WITHOUT_TENANTS} {TERMS}"
 WITHOUT_PICTURES = f"{WITHOUT_TERMS} ALTER TABLE turns DROP COLUMN pictures; DROP TABLE pixel_uses; DROP TABLE pixels;"
 
 
 @pytest.mark.parametrize(
     ("version", "undo"),
-    [(1, f"{WITHOUT_PICTURES} ALTER TABLE turns DROP COLUMN form;"), (2, WITHOUT_PICTURES), (3, WITHOUT_TERMS)],
-    ids=["1", "2", "3"],
+    [
+        (1, f"{WITHOUT_PICTURES} ALTER TABLE turns DROP COLUMN form;"),
+        (2, WITHOUT_PICTURES),
+        (3, WITHOUT_TERMS),
+        (4, WITHOUT_TENANTS),
+    ],
+    ids=["1", "2", "3", "4"],
 )
 async def test_a_state_of_an_older_version_is_brought_up_to_date(tmp_path: Path, version: int, undo: str) -> None:
     import sqlite3
@@ -529,9 +543,10 @@ async def test_a_state_of_an_older_version_is_brought_up_to_date(tmp_path: Path,
         assert next(plain(t) for t in await after.list_turns("s"))["outcome"] == plain_outcome(outcome())
         assert [t.turn_id for t in await after.open_turns()] == ["t2"]
         assert (await after.get_turn("s", "t2")).form == AnswerForm()
+        assert (await after.get_session("s")).tenant == ""
         await after.close()
     with sqlite3.connect(tmp_path / "registry.sqlite3") as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (4,)
+        assert db.execute("PRAGMA user_version").fetchone() == (5,)
     db.close()
 
 
@@ -546,9 +561,9 @@ async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     [
         ("CREATE TABLE meta (a)", "another program's"),
         ("CREATE TABLE songs (a); PRAGMA user_version = 1", "another program's"),
-        ("CREATE TABLE songs (a); PRAGMA user_version = 4", "another program's"),
+        ("CREATE TABLE songs (a); PRAGMA user_version = 5", "another program's"),
         (
-            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 4",
+            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 5",
             "backup of it in its place",
         ),
     ],

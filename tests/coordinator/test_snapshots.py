@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.coordinator.snapshots import MAX_WAITING_JOBS, SnapshotView
+from kvferry.coordinator.snapshots import MAX_TENANTS, MAX_WAITING_JOBS, SnapshotView
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.place import StorePlace
 from kvferry.store.snapshot_store import SnapshotStore
@@ -23,8 +23,8 @@ class Zeros:
         k_out[:], v_out[:] = 0, 0
 
 
-def publish(root: Path, n_tokens: int) -> str:
-    store = SnapshotStore(root, FINGERPRINT, GEOMETRY, VOCABULARY, 1 << 20, 100, "n")
+def publish(root: Path, n_tokens: int, tenant: str = "") -> str:
+    store = SnapshotStore(root, FINGERPRINT, GEOMETRY, VOCABULARY, 1 << 20, 100, "n", tenant=tenant)
     store.reap()
     return store.publish(np.arange(n_tokens, dtype=np.int32), Zeros()).name
 
@@ -62,6 +62,29 @@ def test_what_is_announced_is_found(view: SnapshotView, tmp_path: Path) -> None:
     drained(view)
     assert view.longest_prefixes(range(100)) == {FINGERPRINT: 40}
     assert (view.n_snapshots, view.n_bytes) == (1, 64 + 40 * 4 + 40 * 16)
+
+
+def test_a_tenants_snapshots_are_found_for_its_turns_only(view: SnapshotView, tmp_path: Path) -> None:
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    publish(tmp_path, 40, "acme")
+    view.longest_prefixes(range(100), namespace="acme")  # the first turn makes the thread look
+    drained(view)
+    assert view.longest_prefixes(range(100), namespace="acme") == {FINGERPRINT: 40}
+    view.announce(FINGERPRINT, [publish(tmp_path, 60, "bolt")], "bolt")
+    drained(view)
+    found = {who: view.longest_prefixes(range(100), namespace=who) for who in ("acme", "bolt", "corp", "")}
+    assert found == {"acme": {FINGERPRINT: 40}, "bolt": {FINGERPRINT: 60}, "corp": {}, "": {}}
+
+
+def test_only_the_latest_tenants_are_kept_in_memory(view: SnapshotView, tmp_path: Path) -> None:
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    for number in range(2 * MAX_TENANTS):
+        view.longest_prefixes(range(100), namespace=f"t{number}")
+    assert len(view._stores) == MAX_TENANTS + 1
+    publish(tmp_path, 40)
+    view._submit(lambda: view._refresh((FINGERPRINT, ""), view._stores[FINGERPRINT, ""]))
+    drained(view)
+    assert view.longest_prefixes(range(100)) == {FINGERPRINT: 40}
 
 
 def test_a_refused_file_counts_neither_in_number_nor_in_bytes(view: SnapshotView, tmp_path: Path) -> None:
