@@ -22,7 +22,7 @@ SHORT_HELP: Final = {
     "models": "Fetch, list, inspect and verify models.",
     "node": "Run a node.",
     "coordinator": "Run a coordinator.",
-    "kv": "List, inspect, verify and dump KV snapshots.",
+    "kv": "List, inspect, verify, convert, repair and remove KV snapshots.",
     "score": "Compute logits and KV rows of given tokens, to compare with another implementation.",
     "doctor": "Say which kernels run on this machine, and check their bits.",
     "simulate": "Predict what a fleet would do, with the coordinator's own routing.",

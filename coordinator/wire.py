@@ -94,7 +94,12 @@ def turn_message(record: TurnRecord, placements: Iterable[chat_pb2.Placement], *
     )
     for p in record.pictures:
         message.messages[p.message].images.add(
-            at=p.at, content_hash=p.content_hash, width=p.width, height=p.height, n_tokens=p.n_tokens
+            at=p.at,
+            content_hash=p.content_hash,
+            width=p.width,
+            height=p.height,
+            n_tokens=p.n_tokens,
+            start=p.start,
         )
     if (outcome := record.outcome) is not None:
         message.answer = outcome.answer_text

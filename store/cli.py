@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import click
 
+from kvferry.store.commands.checking import fsck, scrub
 from kvferry.store.commands.directories import lcp, ls
 from kvferry.store.commands.exchange import convert, diff
 from kvferry.store.commands.files import dump, inspect, verify
 from kvferry.store.commands.removal import rm
-from kvferry.store.commands.upkeep import du, fsck, gc, scrub
+from kvferry.store.commands.upkeep import du, gc
 
 
 @click.group()

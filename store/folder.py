@@ -6,10 +6,11 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
-from kvferry.store import names
+from kvferry.store import names, vlkv
 from kvferry.store.catalog import known_segment
 from kvferry.store.chains import Chains
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreUnavailable, os_errors_mapped
@@ -18,9 +19,12 @@ from kvferry.store.geometry import TokenIds
 from kvferry.store.inspection import WHOLE_FILES
 from kvferry.store.ownership import only_of
 from kvferry.store.payload import Kind
-from kvferry.store.reader import open_snapshot
+from kvferry.store.reader import RowBuffers, open_snapshot
 from kvferry.store.segment_file import BlockDamagedError, Terms, open_segment
 from kvferry.store.vlkv3 import ContentSpan, prefix_digest
+
+UNREADABLE: Final = "unreadable"
+"""A problem that begins so is the disk's, not the file's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,10 @@ class Folder:
     chains: Chains
     refusals: dict[str, SnapshotRejected] = field(default_factory=dict)
 
+    def unreadable(self) -> tuple[str, ...]:
+        """Files that the disk did not give: nobody knows what they continue."""
+        return tuple(name for name, view in self.files.items() if view.problem.startswith(UNREADABLE))
+
     def tokens(self, name: str) -> TokenIds | None:
         """All tokens from position 0 on, None for what cannot be used."""
         view = self.files[name]
@@ -78,7 +86,10 @@ class Folder:
 
 
 def model_folders(fs: FileSystem, directory: Path) -> Iterator[Path]:
-    """The directory itself when it holds snapshots, and its folders that do."""
+    """The directory itself when a store's files lie in it, and its folders in which some do.
+
+    Other folders are nobody's to look into. Raises StoreUnavailable.
+    """
     with os_errors_mapped("list", directory):
         try:
             found = fs.names(str(directory))
@@ -86,15 +97,31 @@ def model_folders(fs: FileSystem, directory: Path) -> Iterator[Path]:
             raise StoreUnavailable(
                 f"there is no directory {directory}", op="list", path=directory, recovery="page_operator"
             ) from None
-        if any(names.is_snapshot(name) for name in found):
-            yield directory
-        for name in sorted(set(found) - {names.TRASH, names.QUARANTINE}):
-            if stat.S_ISDIR(fs.lstat(str(directory / name)).st_mode):
-                yield directory / name
+    if any(_is_ours(name) for name in found):
+        yield directory
+    for name in sorted(name for name in found if names.is_fingerprint(name) and not _is_ours(name)):
+        if _is_model_folder(fs, directory / name):
+            yield directory / name
 
 
-def look(fs: FileSystem, folder: Path, terms: Terms) -> Folder:
-    """Opens every snapshot in a folder. Raises StoreUnavailable when it cannot be listed."""
+def _is_ours(name: str) -> bool:
+    """Whether a store makes entries of this name in a model's folder."""
+    return names.is_snapshot(name) or names.parse_temp(name) is not None or name in {names.TRASH, names.QUARANTINE}
+
+
+def _is_model_folder(fs: FileSystem, path: Path) -> bool:
+    """One that cannot be listed counts: whoever looks into it will say so."""
+    try:
+        return stat.S_ISDIR(fs.lstat(str(path)).st_mode) and any(_is_ours(name) for name in fs.names(str(path)))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def look(fs: FileSystem, folder: Path, terms: Terms, on_files: Callable[[int], None] = lambda _: None) -> Folder:
+    """Opens every snapshot in a folder; ``on_files(1)`` after each. Raises StoreUnavailable when it cannot be
+    listed."""
     with os_errors_mapped("list", folder):
         found = sorted(name for name in fs.names(str(folder)) if names.is_snapshot(name))
     prints: dict[str, str] = {}
@@ -104,6 +131,7 @@ def look(fs: FileSystem, folder: Path, terms: Terms) -> Folder:
         view = _view(fs, folder / name, terms, out, prints)
         if view is not None:
             out.files[name] = view
+        on_files(1)
     for name in chains.orphans():
         out.files[name] = replace(out.files[name], problem="orphan_segment")
     return out
@@ -123,7 +151,7 @@ def _view(fs: FileSystem, path: Path, terms: Terms, out: Folder, prints: dict[st
     except SnapshotGone:
         return None
     except StoreUnavailable as error:
-        return replace(view, problem=f"unreadable: {error}")
+        return replace(view, problem=f"{UNREADABLE}: {error}")
 
 
 def _segment(fs: FileSystem, view: FileView, terms: Terms, out: Folder, prints: dict[str, str]) -> FileView:
@@ -151,12 +179,31 @@ def _whole(fs: FileSystem, view: FileView, terms: Terms) -> FileView:
 def read_rows_of(
     fs: FileSystem, view: FileView, terms: Terms, on_read: Callable[[int], None]
 ) -> list[BlockDamagedError]:
-    """Reads a segment's rows to the end; its damaged blocks. Whole files have no digests to hold them against.
+    """Reads a file's rows to the end; a segment's damaged blocks. Whole files have no digests to hold them against, but
+    the disk may refuse them, and scales may be none. ``on_read(n_bytes)`` after each piece.
 
     Raises SnapshotRejected, SnapshotGone, StoreUnavailable.
     """
     if view.version != 3:
-        on_read(view.n_bytes)
+        with open_snapshot(fs, view.path, terms.geometry, versions=WHOLE_FILES) as snapshot:
+            sink = _Counted(on_read)
+            if snapshot.header.version == vlkv.VERSION_Q8:
+                snapshot.restore_q8(snapshot.n_tokens, sink)
+            else:
+                snapshot.restore(snapshot.n_tokens, sink, RowBuffers(snapshot.geometry))
         return []
     with open_segment(fs, view.path, terms) as file:
         return file.damaged_blocks(on_read)
+
+
+class _Counted:
+    """A sink that only says how much came."""
+
+    def __init__(self, on_read: Callable[[int], None]) -> None:
+        self._on_read = on_read
+
+    def write_rows(self, layer: int, start: int, k: Any, v: Any) -> None:  # noqa: ARG002 -- the sink's contract
+        self._on_read(k.nbytes + v.nbytes)
+
+    def write_q8(self, layer: int, start: int, *columns: Any) -> None:  # noqa: ARG002 -- the sink's contract
+        self._on_read(sum(column.nbytes for column in columns))

@@ -197,7 +197,8 @@ class SegmentFile:
                 except BlockDamagedError as damage:
                     found.append(damage)
                 if on_read is not None:
-                    on_read(len(scratch))
+                    first, stop = extent.rows_of_block(block)
+                    on_read((stop - first) * extent.row_bytes)
         return found
 
 

@@ -20,7 +20,7 @@ class Image:
     """A picture in a user's message: a PNG, JPEG or WebP file, which stands before character ``at`` of the content.
 
     What the coordinator tells of a turn has no data, but the other fields: the SHA-256 in hex of what the model sees,
-    its size in pixels, and the tokens that it takes.
+    its size in pixels, the tokens that it takes, and the index of the first of them among the session's tokens.
     """
 
     data: bytes = field(default=b"", repr=False)
@@ -29,6 +29,7 @@ class Image:
     width: int = 0
     height: int = 0
     n_tokens: int = 0
+    start: int = 0
 
     @classmethod
     def read(cls, path: Path | str, at: int = 0) -> Self:

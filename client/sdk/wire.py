@@ -253,7 +253,7 @@ def session_details_of(message: chat_pb2.GetSessionResponse) -> SessionDetails:
 
 
 def _message_of(message: chat_pb2.ChatMessage) -> Message:
-    images = (Image(b"", i.at, i.content_hash, i.width, i.height, i.n_tokens) for i in message.images)
+    images = (Image(b"", i.at, i.content_hash, i.width, i.height, i.n_tokens, i.start) for i in message.images)
     return Message(
         message.role,
         message.content,

@@ -256,6 +256,7 @@ class Image(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     HEIGHT_FIELD_NUMBER: _builtins.int
     N_TOKENS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """A PNG, JPEG or WebP file: at most 20 MiB, and 64 million pixels. Empty in what the coordinator tells of a turn."""
     at: _builtins.int
@@ -265,6 +266,8 @@ class Image(_message.Message):
     width: _builtins.int
     height: _builtins.int
     n_tokens: _builtins.int
+    start: _builtins.int
+    """Also filled by the coordinator: the index of the first of them among the session's tokens."""
     def __init__(
         self,
         *,
@@ -274,10 +277,11 @@ class Image(_message.Message):
         width: _builtins.int = ...,
         height: _builtins.int = ...,
         n_tokens: _builtins.int = ...,
+        start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "content_hash", b"content_hash", "data", b"data", "height", b"height", "n_tokens", b"n_tokens", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "content_hash", b"content_hash", "data", b"data", "height", b"height", "n_tokens", b"n_tokens", "start", b"start", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

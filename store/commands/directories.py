@@ -23,7 +23,7 @@ from kvferry.store.commands.shared import (
     store_argument,
 )
 from kvferry.store.errors import StoreMisuse, os_errors_mapped
-from kvferry.store.folder import FileView, look, model_folders
+from kvferry.store.folder import UNREADABLE, FileView
 from kvferry.store.geometry import TokenIds
 from kvferry.store.lcp_index import LcpIndex, common_prefix
 from kvferry.store.model_shape import ModelShape
@@ -46,12 +46,12 @@ class _Line:
 @json_option
 def ls(store: OpenStore, model: str | None, geometry: str | None, vocab_size: int | None, as_json: bool) -> None:
     """List the snapshots of a store or of one model's directory, most recently used first."""
-    lines = _list(store, chosen_shape(model, geometry, vocab_size))
+    lines = _list(store, chosen_shape(model, geometry, vocab_size), quiet=as_json)
     lines.sort(key=lambda line: (-line.mtime_s, line.path))
     n_bytes = sum(line.n_bytes for line in lines)
     if as_json:
         print_json({"directory": store.said, "n_bytes": n_bytes, "snapshots": [_line_facts(line) for line in lines]})
-        return
+        store.finish()
     table = Table("snapshot", "tokens", "size", "last used (UTC)", "status", box=None, pad_edge=False)
     for line in lines:
         tokens = "-" if line.token_ids is None else str(len(line.token_ids))
@@ -61,6 +61,7 @@ def ls(store: OpenStore, model: str | None, geometry: str | None, vocab_size: in
     if lines:
         out.print(table)
     out.print(f"{len(lines)} snapshots, {decimal(n_bytes)}", markup=False)
+    store.finish()
 
 
 def _line_facts(line: _Line) -> dict[str, object]:
@@ -77,11 +78,10 @@ def _when(mtime_s: float) -> str:
     return datetime.fromtimestamp(mtime_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _list(store: OpenStore, shape: ModelShape | None) -> list[_Line]:
+def _list(store: OpenStore, shape: ModelShape | None, *, quiet: bool) -> list[_Line]:
     """Every snapshot in the directory, and in its folders that could be named after a fingerprint."""
-    lines = []
-    for folder in model_folders(store.fs, store.root):
-        found = look(store.fs, folder, store.terms(shape))
+    lines: list[_Line] = []
+    for found in store.folders(shape, quiet=quiet):
         lines += [_line(view, found.tokens(name)) for name, view in found.files.items()]
     return lines
 
@@ -91,7 +91,7 @@ def _line(view: FileView, token_ids: TokenIds | None) -> _Line:
     if view.problem == "orphan_segment":
         said = f"waits for what comes before {view.start}"
     elif view.problem:
-        said = view.problem if view.problem.startswith("unreadable") else f"refused: {view.problem}"
+        said = view.problem if view.problem.startswith(UNREADABLE) else f"refused: {view.problem}"
     return _Line(view.path, view.n_bytes, view.mtime_s, token_ids, said)
 
 
@@ -118,7 +118,7 @@ def lcp(
 ) -> None:
     """Find the snapshot that shares the longest prefix with these token ids, compared token by token."""
     wanted = read_tokens(tokens)
-    lines = _list(store, chosen_shape(model, geometry, vocab_size))
+    lines = _list(store, chosen_shape(model, geometry, vocab_size), quiet=as_json)
     index = LcpIndex()
     shared: dict[str, int] = {}
     for line in lines:
@@ -132,7 +132,7 @@ def lcp(
     if as_json:
         best_facts = None if best is None else {"file": best.key, "n_common": best.n_common, "n_tokens": best.n_tokens}
         print_json({"n_request_tokens": len(wanted), "best": best_facts, "n_usable_rows": n_usable, "n_common": shared})
-        return
+        store.finish()
     table = Table("snapshot", "common", "tokens", box=None, pad_edge=False)
     for key, n_common in sorted(shared.items(), key=lambda item: (-item[1], index.n_tokens(item[0]), item[0])):
         table.add_row(key, str(n_common), str(index.n_tokens(key)))
@@ -143,6 +143,7 @@ def lcp(
         out.print(f"best  none shares {min_tokens} tokens or more", markup=False)
     else:
         out.print(f"best  {best.key}: {best.n_common} of {len(wanted)} tokens, {n_usable} rows usable", markup=False)
+    store.finish()
 
 
 def read_tokens(text: str) -> TokenIds:

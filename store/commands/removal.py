@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 from uuid import uuid4
 
 import click
@@ -13,7 +14,7 @@ from kvferry.store.commands.directories import read_tokens
 from kvferry.store.commands.shared import OpenStore, json_option, print_json, store_argument
 from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import StoreMisuse
-from kvferry.store.folder import Folder, look, model_folders
+from kvferry.store.folder import Folder
 from kvferry.store.geometry import TokenIds
 from kvferry.store.vlkv3 import ContentSpan
 
@@ -31,35 +32,41 @@ def rm(store: OpenStore, name: str | None, tokens: str | None, as_json: bool) ->
         raise click.UsageError("give --name or --tokens")
     if name is not None:
         names.check_snapshot(name)
-        print_removed(remove(store, lambda folder: _up_to(folder, name)), as_json=as_json)
+        print_removed(store, remove(store, lambda folder: _up_to(folder, name), quiet=as_json), as_json=as_json)
     elif tokens is not None:
-        print_removed(remove_conversation(store, read_tokens(tokens)), as_json=as_json)
+        print_removed(store, remove_conversation(store, read_tokens(tokens), quiet=as_json), as_json=as_json)
 
 
 def remove_conversation(
-    store: OpenStore, token_ids: TokenIds, spans: Sequence[ContentSpan] = (), n_shared: int = 0
+    store: OpenStore, token_ids: TokenIds, spans: Sequence[ContentSpan] = (), n_shared: int = 0, *, quiet: bool
 ) -> list[Path]:
     """Deletes what ownership.only_of says, in every model's folder; returns it. Raises StoreUnavailable."""
-    return remove(store, lambda folder: folder.only_of(token_ids, spans, n_shared))
+    return remove(store, lambda folder: folder.only_of(token_ids, spans, n_shared), quiet=quiet)
 
 
-def remove(store: OpenStore, choose: Choose) -> list[Path]:
+def remove(store: OpenStore, choose: Choose, *, quiet: bool) -> list[Path]:
     """Deletes what ``choose`` names in each of the store's folders; returns it. Raises StoreUnavailable."""
     gone = []
-    for path in model_folders(store.fs, store.root):
+    for folder in store.folders(quiet=quiet):
+        path, going = folder.path, choose(folder)
+        unreadable = folder.unreadable()
+        if unreadable and going:
+            store.troubles.append(f"nothing is removed from {path} while {unreadable[0]} in it cannot be read")
+            continue
         directory = StoreDirectory(store.fs, path.parent, path.name, "operator", lambda: uuid4().hex)
-        for victim in choose(look(store.fs, path, store.terms())):
+        for victim in going:
             directory.delete(victim)
             gone.append(path / victim)
     return gone
 
 
-def print_removed(gone: Sequence[Path], *, as_json: bool) -> None:
-    """What went, for a person or a program."""
+def print_removed(store: OpenStore, gone: Sequence[Path], *, as_json: bool) -> NoReturn:
+    """Ends the command with what went, for a person or a program."""
     if as_json:
         print_json({"removed": [str(path) for path in gone]})
     else:
         click.echo("\n".join(f"removed {path}" for path in gone) or "nothing to remove")
+    store.finish()
 
 
 def _up_to(folder: Folder, name: str) -> Sequence[str]:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
-from kvferry.store.errors import SnapshotRejected
+from kvferry.store.errors import SnapshotRejected, StoreUnavailable
+from kvferry.store.folder import Folder, look, model_folders
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.model_shape import ModelShape, parse_shape, read_shape
@@ -21,6 +33,8 @@ from kvferry.store.seals import Seal
 from kvferry.store.segment_file import Terms
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+EXIT_INTERRUPTED = 130  # as a shell has it for Ctrl-C, and client/cli.py
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
 
@@ -59,11 +73,43 @@ class OpenStore:
     root: Path
     seal: Seal
     said: str  # the place, as it was given
+    troubles: list[str] = field(default_factory=list)  # folders that could not be read
 
     def terms(self, shape: ModelShape | None = None) -> Terms:
         """What files are held against; a shape's None leaves a field to the file."""
         geometry, vocab_size = parts(shape)
         return Terms(geometry=geometry, vocab_size=vocab_size, seal=self.seal)
+
+    def folders(self, shape: ModelShape | None = None, *, quiet: bool) -> Iterator[Folder]:
+        """All models' folders, looked at under a bar. One that cannot be read is a trouble; the others go on.
+
+        Raises StoreUnavailable when not even the store can be listed.
+        """
+        for path in model_folders(self.fs, self.root):
+            try:
+                with progress(f"{path.name[:16]} heads", None, quiet=quiet, in_bytes=False) as advance:
+                    found = look(self.fs, path, self.terms(shape), advance)
+            except StoreUnavailable as error:
+                self.troubles.append(str(error))
+            else:
+                yield found
+
+    def finish(self, exit_code: int = 0) -> NoReturn:
+        """Ends the command: with this code, or with that of the troubles, which are told."""
+        for trouble in self.troubles:
+            click.echo(f"error: {trouble}", err=True)
+        ends_with = StoreUnavailable.default_exit_code if self.troubles else 0
+        click.get_current_context().exit(exit_code or ends_with)
+
+
+@contextmanager
+def progress(what: str, total: int | None, *, quiet: bool, in_bytes: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, with rate and time left; nothing when that is no terminal, or JSON is asked for."""
+    counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
+    columns = (TextColumn(what), BarColumn(), *counts, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda n: bar.advance(task, n)
 
 
 def key_options(command: Command) -> Command:

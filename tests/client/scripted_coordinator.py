@@ -86,6 +86,8 @@ class ScriptedCoordinator(chat_pb2_grpc.ChatServiceServicer):
     scripts: list[list[Step]] = field(default_factory=list)
     refusals: list[Refuse] = field(default_factory=list)
     sessions: dict[str, chat_pb2.Session] = field(default_factory=dict)
+    token_ids: dict[str, list[int]] = field(default_factory=dict)  # of sessions that have others than 1, 2, 3
+    images: dict[str, chat_pb2.Image] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
     port: int = 0
     n_streams_open: int = 0
@@ -158,8 +160,11 @@ class ScriptedCoordinator(chat_pb2_grpc.ChatServiceServicer):
             finish_reason=common_pb2.FINISH_REASON_END,
             placements=[placed("n1", 1).placed],
         )
+        if (image := self.images.get(request.session_id)) is not None:
+            turn.messages[0].images.append(image)
         session = self.sessions[request.session_id]
-        return chat_pb2.GetSessionResponse(session=session, turns=[turn], token_ids=[1, 2, 3])
+        token_ids = self.token_ids.get(request.session_id, [1, 2, 3])
+        return chat_pb2.GetSessionResponse(session=session, turns=[turn], token_ids=token_ids)
 
     async def ListSessions(self, request, context):
         """Pages of two, whatever was asked for."""

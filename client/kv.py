@@ -1,0 +1,49 @@
+"""`kvferry kv`: the store's commands, of which `rm` takes a session's name as well, since a coordinator knows whose
+tokens are whose."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import click
+
+from kvferry.store import cli
+from kvferry.store.commands import removal
+
+_HELP: Final = (
+    "A session of the coordinator: what no other session uses goes. If it goes on, its next turn is computed from the"
+    " start, and saved."
+)
+
+
+@click.pass_context
+def _rm(ctx: click.Context, /, session: str | None, coordinator: str | None, **others: Any) -> None:
+    if session is None:
+        ctx.invoke(removal.rm, **others)
+        return
+    if others.pop("name") is not None or others.pop("tokens") is not None:
+        raise click.UsageError("give one of --name, --tokens and --session")
+    # gRPC and the SDK take a second to import on a board, and no other command here needs them
+    from kvferry.client.commands.session_snapshots import remove_session
+
+    remove_session(session, coordinator, **others)
+
+
+_RM: Final = click.Command(
+    "rm",
+    callback=_rm,
+    help=removal.rm.help,
+    params=[
+        *removal.rm.params,
+        click.Option(["--session"], metavar="ID", help=_HELP),
+        click.Option(
+            ["--coordinator"],
+            envvar="KVFERRY_COORDINATOR",
+            show_envvar=True,
+            metavar="HOST:PORT",
+            help="Where it listens, with --session; the local one if not given.",
+        ),
+    ],
+)
+
+kv = click.Group("kv", commands={**cli.kv.commands, "rm": _RM}, help=cli.kv.help)
