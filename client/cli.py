@@ -22,7 +22,12 @@ SHORT_HELP: Final = {
     "models": "Fetch, list, inspect and verify models.",
     "node": "Run a node.",
     "coordinator": "Run a coordinator.",
+<<<<<<< HEAD
     "kv": "List, inspect, verify, convert, repair and remove KV snapshots.",
+=======
+    "gateway": "Serve the OpenAI HTTP API.",
+    "kv": "List, inspect, verify and dump KV snapshots.",
+>>>>>>> 4abc607 (Speak OpenAI's HTTP API, with streams that outlive nodes, connections and gateways)
     "score": "Compute logits and KV rows of given tokens, to compare with another implementation.",
     "doctor": "Say which kernels run on this machine, and check their bits.",
     "simulate": "Predict what a fleet would do, with the coordinator's own routing.",

@@ -1,0 +1,118 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvferry.client import AnswerForm
+from kvferry.gateway.errors import invalid
+from kvferry.gateway.messages import ChatMessage
+from kvferry.gateway.parameters import (
+    FunctionTool,
+    ReasoningEffort,
+    SamplingFields,
+    answer_form,
+    output_format,
+    stops_of,
+)
+
+MAX_SAMPLES: Final = 16
+
+
+class ChatTool(BaseModel):
+    """A tool; functions are the only kind."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(BaseModel):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The tool that has to be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ResponseFormat(BaseModel):
+    """What the content has to be."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class StreamOptions(BaseModel):
+    """Of a stream."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool = False
+
+
+class ChatRequest(SamplingFields):
+    """See OpenAI's reference; docs/openai.md says what is honoured."""
+
+    model: str = ""
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    response_format: ResponseFormat | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+    @property
+    def n_tokens_at_most(self) -> int:
+        """0: to the end of the context."""
+        return self.max_completion_tokens or self.max_tokens or 0
+
+    @property
+    def stops(self) -> list[str]:
+        """Always a list."""
+        return stops_of(self.stop)
+
+    @property
+    def wants_usage(self) -> bool:
+        """At the end of a stream."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check(self) -> None:
+        """What no field alone can tell; raises ApiError."""
+        self.check_unknown()
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options needs stream: true", "stream_options")
+
+    def form(self) -> AnswerForm:
+        """Tools, thinking and format of the answer."""
+        tools = [tool.function for tool in self.tools or ()]
+        must_call: bool | str | None = False
+        if self.tool_choice == "none":
+            must_call = None
+        elif self.tool_choice == "required":
+            must_call = True
+        elif isinstance(self.tool_choice, NamedTool):
+            must_call = self.tool_choice.function.name
+        output = None
+        if self.response_format is not None:
+            schema = (self.response_format.json_schema or {}).get("schema")
+            output = output_format(self.response_format.type, schema, "response_format")
+        return answer_form(tools, must_call, output, self.reasoning_effort)

@@ -1,0 +1,156 @@
+"""An answer of a chat completion, event by event: what each adds to the stream, and what all of them make. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvferry.client import Finished, FinishReason, Placed, Started, Token, TokenLogprob, ToolCall, TurnEvent
+
+FINISH_REASON: Final = {
+    FinishReason.END: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "stop",
+}
+
+Json = dict[str, Any]
+
+
+def call_json(call: ToolCall) -> Json:
+    """A call as OpenAI has it: arguments are JSON in a string."""
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer so far.
+
+    Each event that adds something makes one part of one chunk, so that its place in the stream, `place`, is also the
+    reader's: whoever has a chunk has all that came before it.
+    """
+
+    index: int
+    place: int = 0  # events with a part so far: the role, the tokens, the end
+    n_prompt: int = 0
+    n_cached: int = 0
+    finished: Finished | None = None
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)
+    _held: list[Json] = field(default_factory=list)  # log-probabilities of tokens without text: one may be the end
+
+    def push(self, event: TurnEvent) -> Json | None:
+        """What one event adds to the stream, if anything."""
+        match event:
+            case Started():
+                self.n_prompt = event.n_prompt_tokens
+                self.place = 1
+                return self._part({"role": "assistant", "content": ""})
+            case Placed(prefix=prefix, first_index=0) if prefix is not None:
+                self.n_cached = min(prefix.n_resident + prefix.n_restored, self.n_prompt)
+            case Token():
+                self.place = event.sequence + 2
+                entries = self._entries(event)
+                delta = self._delta(event.content, event.reasoning, event.tool_calls)
+                self.logprobs += entries
+                return self._part(delta, entries) if delta or entries else None
+            case Finished():
+                self.finished = event
+                self.place += 1
+                entries = [] if event.reason is FinishReason.END else self._held
+                self.logprobs += entries
+                delta = self._delta(event.tail_content, event.tail_reasoning, event.tail_calls)
+                return self._part(delta, entries, self.finish_reason)
+        return None
+
+    @property
+    def message(self) -> Json:
+        """The whole answer."""
+        content: str | None = "".join(self.text)
+        if self.calls and not content:
+            content = None
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = [call_json(call) for call in self.calls]
+        return message
+
+    def whole(self, *, with_logprobs: bool) -> Json:
+        """As an answer that is not streamed has it."""
+        logprobs = {"content": self.logprobs, "refusal": None} if with_logprobs else None
+        return {
+            "index": self.index,
+            "message": self.message,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason,
+        }
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None while it goes on."""
+        if self.finished is None:
+            return None
+        reason = FINISH_REASON.get(self.finished.reason, "stop")
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+    def _delta(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> Json:
+        delta: Json = {}
+        if reasoning:
+            self.reasoning.append(reasoning)
+            delta["reasoning_content"] = reasoning
+        if content:
+            self.text.append(content)
+            delta["content"] = content
+        if calls:
+            delta["tool_calls"] = [
+                {"index": len(self.calls) + number, **call_json(call)} for number, call in enumerate(calls)
+            ]
+            self.calls += calls
+        return delta
+
+    def _entries(self, token: Token) -> list[Json]:
+        """Log-probabilities that may be told now. The end token's, which has no text, never is."""
+        if token.logprob is None:
+            return []
+        self._held.append(logprob_json(token))
+        if not token.text:
+            return []
+        entries, self._held = self._held, []
+        return entries
+
+    def _part(self, delta: Json, entries: Sequence[Json] = (), finish_reason: str | None = None) -> Json:
+        logprobs = {"content": list(entries), "refusal": None} if entries else None
+        return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def logprob_json(token: Token) -> Json:
+    """A token with its log-probability and the alternatives to it."""
+    own = next((other.text for other in token.top_logprobs if other.token_id == token.token_id), token.text)
+    return {
+        "token": own,
+        "logprob": token.logprob,
+        "bytes": list(own.encode()),
+        "top_logprobs": [_alternative(other) for other in token.top_logprobs],
+    }
+
+
+def _alternative(other: TokenLogprob) -> Json:
+    return {"token": other.text, "logprob": other.logprob, "bytes": list(other.text.encode())}
+
+
+def usage_of(choices: Sequence[Choice]) -> Json:
+    """The prompt counts once, however many answers it has; `cached_tokens` is what the first of them found."""
+    n_prompt = choices[0].n_prompt
+    n_answer = sum(choice.finished.n_answer_tokens for choice in choices if choice.finished is not None)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_answer,
+        "total_tokens": n_prompt + n_answer,
+        "prompt_tokens_details": {"cached_tokens": choices[0].n_cached},
+    }

@@ -1,0 +1,39 @@
+"""`kvferry gateway run`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.group()
+def gateway() -> None:
+    """The OpenAI HTTP API in front of a coordinator."""
+
+
+@gateway.command()
+@click.option("--coordinator", metavar="HOST:PORT", help="The coordinator.  [default: 127.0.0.1:7070]")
+@click.option("--listen", metavar="HOST:PORT", help="Where HTTP is served.  [default: 127.0.0.1:8080]")
+@click.option("--patience-seconds", type=float, help="For a coordinator that is away.  [default: 60]")
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="File that says where the gateway serves, once it does."
+)
+@click.option(
+    "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]), show_default=True
+)
+def run(log_level: str, **flags: Any) -> None:
+    """Serve until SIGTERM or Ctrl-C: chat completions, responses, models, health.
+
+    Point a program's base_url at http://HOST:PORT/v1; any API key will do.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import logging
+
+    from kvferry.gateway.config import GatewayConfig
+    from kvferry.gateway.process import serve
+
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    serve(GatewayConfig.load(flags))

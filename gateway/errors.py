@@ -1,0 +1,101 @@
+"""What a caller of the HTTP API is told when something is wrong: OpenAI's shape, with the status that fits."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+from kvferry.client.errors import (
+    BadRequest,
+    ClientError,
+    Conflict,
+    NotFound,
+    NotNow,
+    Overloaded,
+    TurnFailed,
+)
+
+
+class GatewayError(Exception):
+    """Base of what keeps the gateway from starting; one sentence and an exit code."""
+
+    code: ClassVar[str] = "gateway_error"
+    exit_code: ClassVar[int] = 1
+
+
+class CannotListen(GatewayError):
+    """The port is taken, or the address is none of this machine's."""
+
+    code = "cannot_listen"
+
+
+class ConfigInvalid(GatewayError):
+    """Settings that contradict each other or are out of bounds."""
+
+    code = "config_invalid"
+
+
+class ApiError(Exception):
+    """One request is refused. `parameter`: the field of the request that is at fault, if one is."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        parameter: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.parameter, self.retry_after_s = status, code, parameter, retry_after_s
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`, by which its clients choose what to raise."""
+        return _KIND_OF_STATUS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "error": {"message": str(self), "type": self.kind, "param": self.parameter, "code": self.code},
+        }
+
+    def headers(self) -> dict[str, str]:
+        """When to try again, where that can help; whole seconds, as HTTP has them, and milliseconds."""
+        if self.retry_after_s is None:
+            return {}
+        return {
+            "retry-after": str(max(1, round(self.retry_after_s))),
+            "retry-after-ms": str(round(self.retry_after_s * 1000)),
+        }
+
+
+_KIND_OF_STATUS: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+OPENAI_CODES: Final = {"prompt_too_long": "context_length_exceeded"}
+"""Codes that programs look for under another name than ours."""
+
+_STATUS_OF: Final[dict[type[ClientError], int]] = {
+    BadRequest: 400,
+    NotFound: 404,
+    Conflict: 409,
+    Overloaded: 429,
+    NotNow: 503,
+}
+
+
+def invalid(message: str, parameter: str, *, code: str = "invalid_value") -> ApiError:
+    """The request cannot be right."""
+    return ApiError(400, message, code=code, parameter=parameter)
+
+
+def unsupported(parameter: str, why: str) -> ApiError:
+    """The request may be right elsewhere; silence about it would be a wrong answer."""
+    return ApiError(400, f"{parameter} is not supported: {why}", code="unsupported_parameter", parameter=parameter)
+
+
+def api_error_of(error: ClientError) -> ApiError:
+    """What the coordinator refused, as HTTP."""
+    status = next((status for base, status in _STATUS_OF.items() if isinstance(error, base)), 500)
+    code = error.turn_code if isinstance(error, TurnFailed) else error.code
+    return ApiError(status, str(error), code=OPENAI_CODES.get(code, code), retry_after_s=error.retry_after_s)

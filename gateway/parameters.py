@@ -1,0 +1,139 @@
+"""Fields that several endpoints share, as the coordinator takes them; what cannot be honoured is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvferry.client import AnswerForm, JsonObject, JsonSchema, OutputFormat, Sampling, Tool
+from kvferry.gateway.errors import invalid, unsupported
+
+MAX_SEED: Final = 2**64 - 1
+
+NO_EFFECT: Final = frozenset(
+    {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+     "service_tier", "store", "user", "verbosity"}
+)  # fmt: skip
+"""Fields that change nothing about the answer here, and are taken in silence."""
+
+NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "audio": (None,),
+    "frequency_penalty": (None, 0),
+    "function_call": (None,),
+    "functions": (None,),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "presence_penalty": (None, 0),
+    "web_search_options": (None,),
+}
+"""Fields that would change the answer, which kvferry cannot, with the values that ask for nothing."""
+
+WHY_NOT: Final = {
+    "frequency_penalty": "use repetition_penalty, which looks at the last repetition_window tokens",
+    "presence_penalty": "use repetition_penalty, which looks at the last repetition_window tokens",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+}
+
+
+class SamplingFields(BaseModel):
+    """How tokens are drawn. `top_k` to `repetition_window` are kvferry's own, as extra fields of the body."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=MAX_SEED)
+    top_k: int | None = Field(default=None, ge=0, le=2**31)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    repetition_window: int | None = Field(default=None, ge=0, le=2**31)
+
+    def check_unknown(self) -> None:
+        """Raises ApiError for a field that is not known, or that asks for what cannot be."""
+        for name, value in (self.model_extra or {}).items():
+            if name in NO_EFFECT:
+                continue
+            if name not in NEUTRAL:
+                raise invalid(f"Unrecognized request argument supplied: {name}", name, code="unknown_parameter")
+            if value not in NEUTRAL[name]:
+                raise unsupported(name, WHY_NOT.get(name, "no model here can do that"))
+
+    def sampling(self, new_seed: Callable[[], int], *, logprobs: bool, top_logprobs: int) -> Sampling:
+        """OpenAI's defaults: temperature 1, and a seed of its own for each request that names none."""
+        seed = new_seed() if self.seed is None else self.seed % (MAX_SEED + 1)
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            repetition_window=self.repetition_window,
+            seed=seed,
+            logprobs=logprobs or None,
+            top_logprobs=top_logprobs or None,
+        )
+
+
+class FunctionTool(BaseModel):
+    """A function as a tool describes it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def tool(self) -> Tool:
+        """As the coordinator takes it."""
+        return Tool(self.name, self.description or "", self.parameters)
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def thinking_of(effort: ReasoningEffort | None) -> bool | None:
+    """Whether the model shall think; None leaves it to its template."""
+    return None if effort is None else effort not in {"none", "minimal"}
+
+
+def answer_form(
+    tools: Sequence[FunctionTool],
+    must_call: bool | str | None,
+    output: OutputFormat | None,
+    effort: ReasoningEffort | None,
+) -> AnswerForm:
+    """`must_call` None: no tool may be called, so none is told."""
+    if isinstance(must_call, str) and must_call not in {tool.name for tool in tools}:
+        raise invalid(f"tool_choice names {must_call}, which is none of the tools", "tool_choice")
+    if must_call is True and not tools:
+        raise invalid("tool_choice asks for a call, and there are no tools", "tool_choice")
+    told = () if must_call is None else tuple(tool.tool() for tool in tools)
+    return AnswerForm(
+        tools=told, must_call=(bool(told) and must_call) or False, thinking=thinking_of(effort), format=output
+    )
+
+
+def output_format(kind: str, schema: Any, parameter: str) -> OutputFormat | None:
+    """What the content has to be, by its kind in the request."""
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return JsonObject()
+        case "json_schema" if isinstance(schema, dict):
+            return JsonSchema(schema)
+        case "json_schema":
+            raise invalid(f"{parameter} has no schema, or one that is not an object", parameter)
+        case _:
+            raise unsupported(parameter, f"an answer is text, json_object or json_schema, not {kind}")
+
+
+def stops_of(stop: str | list[str] | None) -> list[str]:
+    """Always a list."""
+    if stop is None:
+        return []
+    return [stop] if isinstance(stop, str) else stop

@@ -1,0 +1,163 @@
+"""The endpoints under /v1/responses. A response is a session that ends with its turn: it can be read, gone on from by
+`previous_response_id`, and streamed again from any event on, at any gateway of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvferry.client import AsyncSession, AsyncTurn, ClientError, NotFound, SessionDetails, Started, TurnState
+from kvferry.gateway import sse
+from kvferry.gateway.body import read_body
+from kvferry.gateway.chat import LAST_EVENT_ID
+from kvferry.gateway.context import Context, context_of
+from kvferry.gateway.errors import ApiError, api_error_of, invalid
+from kvferry.gateway.response_events import Json, ResponseStream, base_response
+from kvferry.gateway.responses_request import ResponseRequest
+from kvferry.gateway.samples import with_pauses
+
+PREFIX: Final = "resp_"
+
+
+async def create_response(request: Request) -> Response:
+    """POST /v1/responses: whole, streamed, or in the background. Raises ApiError and ClientError."""
+    context = context_of(request)
+    asked = await read_body(request, ResponseRequest)
+    asked.check()
+    if asked.stream and (last_id := request.headers.get(LAST_EVENT_ID)) is not None:
+        response_id, (seen, *_) = sse.parse_event_id(last_id)
+        return await _streamed_again(context, response_id, seen)
+    messages, form = asked.messages(), asked.form()
+    sampling = asked.sampling(context.new_seed, logprobs=asked.wants_logprobs, top_logprobs=asked.top_logprobs)
+    session = await _new_session(context, asked.previous_response_id)
+    turn = session.generate(messages, sampling=sampling, max_tokens=asked.max_output_tokens or 0, form=form)
+    stream = ResponseStream(_base(await session.details()))
+    if asked.stream:
+        return await _streamed(turn, stream, after=-1)
+    if asked.background:
+        async with turn:
+            async for event in turn:
+                if isinstance(event, Started):  # its record is durable: it goes on without us
+                    break
+        return JSONResponse(stream.response)
+    return JSONResponse(await _collected(turn, stream))
+
+
+async def get_response(request: Request) -> Response:
+    """GET /v1/responses/ID: as it is now; with ?stream=true its events, those after ?starting_after=N."""
+    context, response_id = context_of(request), request.path_params["response_id"]
+    if request.query_params.get("stream", "false").lower() == "true":
+        after = request.query_params.get("starting_after", "-1")
+        if not after.removeprefix("-").isdigit():
+            raise invalid(f"starting_after is {after!r}, it must be the number of an event", "starting_after")
+        return await _streamed_again(context, response_id, int(after))
+    return JSONResponse(await _as_it_is(context, response_id))
+
+
+async def cancel_response(request: Request) -> Response:
+    """POST /v1/responses/ID/cancel: it keeps what it has."""
+    context, response_id = context_of(request), request.path_params["response_id"]
+    details = await _details(context, response_id)
+    session = context.client.session(response_id)
+    if details.session.open_turn_id:
+        await session.cancel(details.session.open_turn_id)
+        return JSONResponse(await _collected(session.resume(), ResponseStream(_base(details))))
+    return JSONResponse(await _as_it_is(context, response_id))
+
+
+async def delete_response(request: Request) -> Response:
+    """DELETE /v1/responses/ID."""
+    context, response_id = context_of(request), request.path_params["response_id"]
+    await _details(context, response_id)
+    await context.client.session(response_id).delete()
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _new_session(context: Context, previous_id: str | None) -> AsyncSession:
+    name = f"{PREFIX}{context.new_id()}"
+    if previous_id is None:
+        return await context.client.create_session(name)
+    details = await _details(context, previous_id, parameter="previous_response_id")
+    if details.session.open_turn_id:
+        raise ApiError(
+            409, f"{previous_id} is not complete yet; wait for it", code="response_in_progress",
+            parameter="previous_response_id", retry_after_s=1.0,
+        )  # fmt: skip
+    return await context.client.session(previous_id).fork(name)
+
+
+async def _details(context: Context, response_id: str, parameter: str | None = None) -> SessionDetails:
+    if not response_id.startswith(PREFIX):
+        raise ApiError(404, f"{response_id!r} is no response's id", code="response_not_found", parameter=parameter)
+    try:
+        return await context.client.session(response_id).details()
+    except NotFound as error:
+        raise ApiError(
+            404, f"there is no response {response_id}", code="response_not_found", parameter=parameter
+        ) from error
+
+
+def _base(details: SessionDetails) -> Json:
+    session = details.session
+    previous = session.forked_from if session.forked_from.startswith(PREFIX) else None
+    return base_response(session.session_id, session.created_at_ms // 1000, session.model, previous, "queued")
+
+
+async def _as_it_is(context: Context, response_id: str) -> Json:
+    details = await _details(context, response_id)
+    stream = ResponseStream(_base(details))
+    latest = details.turns[-1] if details.turns else None
+    if latest is not None and latest.state is TurnState.FINISHED:
+        return await _collected(context.client.session(response_id).resume(latest.turn_id), stream)
+    if latest is not None and latest.state is TurnState.RUNNING:
+        stream.base["status"] = "in_progress"
+    return stream.response
+
+
+async def _collected(turn: AsyncTurn, stream: ResponseStream) -> Json:
+    async with turn:
+        async for event in turn:
+            stream.push(event)
+    return stream.response
+
+
+async def _streamed_again(context: Context, response_id: str, after: int) -> Response:
+    details = await _details(context, response_id)
+    return await _streamed(context.client.session(response_id).resume(), ResponseStream(_base(details)), after)
+
+
+async def _streamed(turn: AsyncTurn, stream: ResponseStream, after: int) -> Response:
+    """The status is told with the first event: until then an error still has one of its own."""
+    chunks = _chunks(turn, stream, after)
+    first = await anext(chunks, b"")
+
+    async def whole() -> AsyncIterator[bytes]:
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+    return StreamingResponse(whole(), media_type="text/event-stream", headers=sse.HEADERS)
+
+
+async def _chunks(turn: AsyncTurn, stream: ResponseStream, after: int) -> AsyncIterator[bytes]:
+    is_begun = False
+    try:
+        async with aclosing(with_pauses(turn, sse.KEEP_ALIVE_SECONDS)) as events:
+            async for item in events:
+                if item is None:
+                    yield sse.KEEP_ALIVE
+                    continue
+                for event in stream.push(item):
+                    if event["sequence_number"] > after:
+                        is_begun = True
+                        number = event["sequence_number"]
+                        yield sse.encode(event, event_id=sse.event_id(stream.base["id"], [number]), event=event["type"])
+    except ClientError as error:
+        if not is_begun:
+            raise
+        told = api_error_of(error).body()["error"]
+        yield sse.encode({"type": "error", **told, "sequence_number": after + 1}, event="error")

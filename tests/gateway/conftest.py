@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from kvferry.drills.cluster import ClusterOptions, LocalCluster
+from kvferry.drills.model import DEFAULT_MODEL, ensure_model
+
+START_SECONDS = 20
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory) -> Iterator[LocalCluster]:
+    """Two nodes with the real model; a test that kills one starts it again."""
+    ensure_model(DEFAULT_MODEL)
+    options = ClusterOptions(
+        model=DEFAULT_MODEL, directory=tmp_path_factory.mktemp("cluster"), n_nodes=2, kv_memory="256MiB"
+    )
+    with LocalCluster(options) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def base_url(cluster, tmp_path_factory) -> Iterator[str]:
+    """A gateway process in front of the cluster."""
+    ready = tmp_path_factory.mktemp("gateway") / "ready.json"
+    command = [sys.executable, "-m", "kvferry.client.cli", "gateway", "run", "--coordinator", cluster.address]
+    process = subprocess.Popen([*command, "--listen", "127.0.0.1:0", "--ready-file", str(ready)])
+    try:
+        yield f"http://{wait_ready(ready, process)}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def wait_ready(path: Path, process: subprocess.Popen[bytes]) -> str:
+    """The address that a process tells once it serves."""
+    until = time.monotonic() + START_SECONDS
+    while not path.exists():
+        assert process.poll() is None, "the process ended before it served"
+        assert time.monotonic() < until, "the process does not serve in time"
+        time.sleep(0.02)
+    return json.loads(path.read_text())["address"]
+
+
+@pytest.fixture
+def client(base_url) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client, with another base_url and nothing else."""
+    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
