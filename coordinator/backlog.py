@@ -1,14 +1,24 @@
 """What a node still has to do before the turns given to it show their first token. Pure; time is an argument.
 
-A node reads rows from the store one turn after the other, and prefills all admitted turns side by side, each getting
-an equal share until it is done (``engine/scheduler.py: plan_rows``). So a newcomer waits for all reads before its own,
-but only for as much of the others' prefills as its own is long: short ones are not stuck behind long ones.
+Three stations, each turn passes them in this order:
+
+    reading      rows from the store, one turn after the other
+    looking      the vision tower at pictures, one turn after the other, beside the engine
+    prefilling   all prompts side by side, in equal shares of each step's rows (``engine/jobs.py: plan_rows``)
+
+Beside turns that decode, a step takes only as many prompt rows as keep it short (``engine/pacing.py``): however many
+decode, all prompts together get on ``drag`` times slower than alone. A prompt that is done decodes from then on. So a
+newcomer waits for only as much of the others' prefills as its own is long, short ones are not stuck behind long ones;
+but it is slowed by each that ends before it, and slows all that end after it.
+
+Prefill is counted in seconds of an engine that has nothing else to do.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Final
 
 
 @dataclasses.dataclass(slots=True)
@@ -16,25 +26,42 @@ class Awaited:
     """A placement without a token so far, with what is left of it in seconds."""
 
     restore_s: float
+    look_s: float
     prefill_s: float
     prefilled_alone: bool = True
     restored_alone: bool = True
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ahead:
+    """What is left of everybody's work at one moment, in seconds; of the prefills one by one."""
+
+    reading_s: float = 0.0
+    looking_s: float = 0.0
+    prefilling_s: tuple[float, ...] = ()
+
+
+NOTHING_AHEAD: Final = Ahead()
+
+
 class Backlog:
-    """One boot's placements that wait for their first token. ``now_s`` never goes back."""
+    """One boot's placements. ``now_s`` never goes back."""
 
     def __init__(self) -> None:
+        # By how much prompts get on slower beside decodes; whoever learns it sets it.
+        self.drag = 1.0
         self._awaited: list[Awaited] = []
+        self._decoding: list[Awaited] = []
         self._at_s = 0.0
 
     def __len__(self) -> int:
+        """Those that wait for their first token."""
         return len(self._awaited)
 
-    def add(self, restore_s: float, prefill_s: float, now_s: float) -> Awaited:
-        """A turn was given to the node; keep the handle for ``remove``."""
+    def add(self, restore_s: float, look_s: float, prefill_s: float, now_s: float) -> Awaited:
+        """A turn was given to the node; keep the handle."""
         self._advance(now_s)
-        new = Awaited(restore_s, prefill_s)
+        new = Awaited(restore_s, look_s, prefill_s)
         for other in self._awaited:
             other.prefilled_alone = new.prefilled_alone = False
             if restore_s and other.restore_s:
@@ -42,30 +69,72 @@ class Backlog:
         self._awaited.append(new)
         return new
 
+    def begins_to_decode(self, handle: Awaited, now_s: float) -> None:
+        """It has its first token."""
+        self.remove(handle, now_s)
+        self._decoding.append(handle)
+
     def remove(self, handle: Awaited, now_s: float) -> None:
-        """It has its first token, or is over. No effect the second time."""
+        """It is over. No effect the second time."""
         self._advance(now_s)
         self._awaited = [a for a in self._awaited if a is not handle]
+        self._decoding = [a for a in self._decoding if a is not handle]
 
-    def ahead(self, now_s: float) -> tuple[float, tuple[float, ...]]:
-        """Seconds of reading, and each turn's seconds of prefill, that are left."""
+    def ahead(self, now_s: float) -> Ahead:
+        """Of all that wait for their first token."""
         self._advance(now_s)
-        return sum(a.restore_s for a in self._awaited), tuple(a.prefill_s for a in self._awaited)
+        return Ahead(
+            sum(a.restore_s for a in self._awaited),
+            sum(a.look_s for a in self._awaited),
+            tuple(a.prefill_s for a in self._awaited),
+        )
 
     def _advance(self, now_s: float) -> None:
         elapsed_s, self._at_s = max(0.0, now_s - self._at_s), max(now_s, self._at_s)
-        reading_s = elapsed_s
-        for a in self._awaited:  # one after the other
+        reading_s = looking_s = elapsed_s
+        working: list[Awaited] = []
+        for a in self._awaited:
             used_s = min(a.restore_s, reading_s)
             a.restore_s -= used_s
             reading_s -= used_s
-        working = sorted((a for a in self._awaited if a.prefill_s > 0 and a.restore_s <= 0), key=lambda a: a.prefill_s)
-        for rank, a in enumerate(working):  # equal shares; what a short one leaves goes to the others
-            share_s = min(a.prefill_s, elapsed_s / (len(working) - rank))
-            a.prefill_s -= share_s
-            elapsed_s -= share_s
+            if a.restore_s <= 0:
+                used_s = min(a.look_s, looking_s)
+                a.look_s -= used_s
+                looking_s -= used_s
+            if a.restore_s <= 0 and a.look_s <= 0:
+                working.append(a)
+        left = prefills_after(elapsed_s, [a.prefill_s for a in working], self.drag, beside_decodes=bool(self._decoding))
+        for a, left_s in zip(working, left, strict=True):
+            a.prefill_s = left_s
 
 
-def wait_behind(ahead: Sequence[float], own_s: float) -> float:
-    """How long turns with these seconds of prefill left delay one of ``own_s`` seconds, in equal shares."""
-    return sum(min(other_s, own_s) for other_s in ahead)
+def prefill_ends(prefills_s: Sequence[float], drag: float, *, beside_decodes: bool) -> list[float]:
+    """In how many seconds each of these prefills is done, if all go on side by side from now on."""
+    ends = [0.0] * len(prefills_s)
+    end_s = done_s = 0.0
+    pace = drag if beside_decodes else 1.0
+    n_left = len(prefills_s)
+    for number in sorted(range(len(prefills_s)), key=prefills_s.__getitem__):
+        end_s += (prefills_s[number] - done_s) * n_left * pace
+        ends[number], done_s = end_s, prefills_s[number]
+        n_left -= 1
+        pace = drag  # it decodes now
+    return ends
+
+
+def prefills_after(
+    seconds: float, prefills_s: Sequence[float], drag: float, *, beside_decodes: bool
+) -> tuple[float, ...]:
+    """What is left of each of these prefills after so many seconds side by side."""
+    done_s = 0.0
+    pace = drag if beside_decodes else 1.0
+    n_left = len(prefills_s)
+    for prefill_s in sorted(prefills_s):
+        step_s = min((prefill_s - done_s) * n_left * pace, seconds)
+        done_s += step_s / n_left / pace
+        seconds -= step_s
+        if seconds <= 0:
+            break
+        n_left -= 1
+        pace = drag
+    return tuple(max(0.0, prefill_s - done_s) for prefill_s in prefills_s)

@@ -39,13 +39,16 @@ class _NodeKnowledge:
 
 @dataclasses.dataclass(slots=True)
 class Awaiting:
-    """A placement, from its beginning to its first token. Made by ``Forecasts.placed``."""
+    """A placement, from its beginning to its end. Made by ``Forecasts.placed``."""
 
     node: Node
     predicted_s: float
     placed_s: float
     beside_decodes: bool
     work: Awaited
+    # What the node spent on this turn alone; 0 until it has reported.
+    spent_s: float = 0.0
+    has_token: bool = False
     is_over: bool = False
 
 
@@ -75,7 +78,7 @@ class Forecasts:
         """The node has a turn; it has ``n_others`` besides."""
         backlog = self._known(node).backlog
         beside_decodes = n_others > len(backlog)
-        work = backlog.add(prediction.restore_seconds, prediction.prefill_seconds, now_s)
+        work = backlog.add(prediction.restore_seconds, prediction.look_seconds, prediction.work_seconds, now_s)
         return Awaiting(node, prediction.seconds, now_s, beside_decodes, work)
 
     def reported(self, awaiting: Awaiting, prefix: common_pb2.PrefixReport, now_s: float) -> None:
@@ -84,23 +87,33 @@ class Forecasts:
         report = Report(
             n_tokens=prefix.n_tokens, n_restored=prefix.n_restored, n_computed=prefix.n_computed,
             restore_seconds=prefix.restore_seconds, prefill_seconds=prefix.prefill_seconds,
-            bytes_per_row=awaiting.node.bytes_per_row, prefilled_alone=awaiting.work.prefilled_alone,
+            bytes_per_row=awaiting.node.bytes_per_row, n_looked=prefix.n_looked, look_seconds=prefix.look_seconds,
+            prefilled_alone=awaiting.work.prefilled_alone,
             restored_alone=awaiting.work.restored_alone, beside_decodes=awaiting.beside_decodes,
         )  # fmt: skip
-        known.rates.learn(report, told_by(awaiting.node), self._ordinary, now_s)
+        awaiting.spent_s = prefix.restore_seconds + prefix.look_seconds + prefix.prefill_seconds
+        told = told_by(awaiting.node)
+        known.rates.learn(report, told, self._ordinary, now_s)
+        known.backlog.drag = known.rates.now(told, self._ordinary).decode_drag
         self._n_unlearned += 1
         if self._n_unlearned * ORDINARY_SHARE >= len(self._nodes):
             self._n_unlearned = 0
             self._ordinary = typical(k.rates.now(Told(), Rates()) for k in self._nodes.values() if k.rates.has_learned)
 
     def first_token(self, awaiting: Awaiting, now_s: float) -> None:
-        """Its first token is there."""
-        if not awaiting.is_over:
-            self._scores.append((awaiting.predicted_s, now_s - awaiting.placed_s))
-        self.over(awaiting, now_s)
+        """Its first token is there: it decodes now."""
+        if awaiting.is_over or awaiting.has_token:
+            return
+        awaiting.has_token = True
+        actual_s = now_s - awaiting.placed_s
+        self._scores.append((awaiting.predicted_s, actual_s))
+        known = self._known(awaiting.node)
+        known.backlog.begins_to_decode(awaiting.work, now_s)
+        if awaiting.spent_s and awaiting.work.prefilled_alone:
+            known.rates.learn_start(actual_s - awaiting.spent_s, self._ordinary, beside_decodes=awaiting.beside_decodes)
 
     def over(self, awaiting: Awaiting, now_s: float) -> None:
-        """Nothing more is to be awaited of it. No effect the second time."""
+        """The node has it no longer. No effect the second time."""
         if not awaiting.is_over:
             awaiting.is_over = True
             self._known(awaiting.node).backlog.remove(awaiting.work, now_s)
@@ -151,7 +164,9 @@ class Forecasts:
         """A new boot begins with an empty memory and no work; the board's speed stays what it was."""
         known = self._nodes.get(node.node_id)
         if known is None or known.boot_id != node.boot_id:
-            known = _NodeKnowledge(node.boot_id, known.rates if known else NodeRates())
+            rates = known.rates if known else NodeRates()
+            known = _NodeKnowledge(node.boot_id, rates)
+            known.backlog.drag = rates.now(told_by(node), self._ordinary).decode_drag
             self._nodes[node.node_id] = known
         return known
 
@@ -160,8 +175,7 @@ class Forecasts:
         rates = (known.rates if known else NodeRates()).now(told_by(node), self._ordinary)
         if known is None or known.boot_id != node.boot_id:
             return Forecast(rates=rates, turn_s=self._turn_s)
-        reading_s, prefilling_s = known.backlog.ahead(now_s)
-        return Forecast(rates=rates, reading_s=reading_s, prefilling_s=prefilling_s, turn_s=self._turn_s)
+        return Forecast(rates=rates, ahead=known.backlog.ahead(now_s), turn_s=self._turn_s)
 
 
 class ForecastsNow(Mapping[str, Forecast]):

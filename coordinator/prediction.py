@@ -1,8 +1,10 @@
 """How long until a node shows the first token of a turn, in parts. Pure.
 
-    queue      until a slot of its batch is free, reads before its own, and prefills that share the engine with it
+    queue      the way there, until a slot of its batch is free, reads and looks before its own, and prefills that share
+               the engine with it
     restore    rows that it lacks and the store has, at the rate it reads
-    prefill    what is left, at the rate it computes at that depth
+    look       pictures among what is left, at the rate its vision tower works
+    prefill    what is left, at the rate it computes at that depth, slower beside decodes
 
 Rows come from the node's memory, or from the store if that covers more; the store is left alone where computing is
 sooner than reading.
@@ -14,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvferry.coordinator.backlog import wait_behind
+from kvferry.coordinator.backlog import NOTHING_AHEAD, Ahead, prefill_ends, prefills_after
 from kvferry.coordinator.membership import Member
 from kvferry.coordinator.rates import Rates
 
@@ -30,9 +32,8 @@ class Forecast:
     """What is known of one node's speed and of the work it has, at the moment of the decision."""
 
     rates: Rates = dataclasses.field(default_factory=Rates)
-    # Seconds of reading left before a newcomer's, and of each turn's prefill.
-    reading_s: float = 0.0
-    prefilling_s: Sequence[float] = ()
+    # What is left of the turns there that wait for their first token.
+    ahead: Ahead = NOTHING_AHEAD
     # How long a turn holds a slot, from its first token to its last.
     turn_s: float = GUESSED_TURN_SECONDS
 
@@ -48,6 +49,12 @@ class RowSources:
     n_resident: int
     n_stored: int
     bytes_per_row: int
+    # (first, end) tokens of each picture.
+    images: Sequence[tuple[int, int]] = ()
+
+    def n_to_look_at(self, n_reused: int) -> int:
+        """Image tokens of the pictures that end behind so many rows."""
+        return sum(end - start for start, end in self.images if end > n_reused)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +64,19 @@ class Prediction:
     queue_seconds: float
     restore_seconds: float
     prefill_seconds: float
+    # The same prefill on an engine that has nothing else to do.
+    work_seconds: float
     n_restored: int
     n_computed: int
     # The store has more than memory, and computing is sooner than reading.
     recompute: bool
+    look_seconds: float = 0.0
     # By how much the turns that wait for their first token there would wait longer, all together.
     others_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.queue_seconds + self.restore_seconds + self.prefill_seconds
+        return self.queue_seconds + self.restore_seconds + self.look_seconds + self.prefill_seconds
 
     @property
     def cost_seconds(self) -> float:
@@ -76,12 +86,11 @@ class Prediction:
 
 def predict(member: Member, rows: RowSources, forecast: Forecast, n_turns: int) -> Prediction:
     """``n_turns``: turns on the node, running or waiting."""
-    rates = forecast.rates
-    drag = rates.decode_drag if n_turns > len(forecast.prefilling_s) else 1.0
-    from_memory = _way(rows, rows.n_resident, 0, forecast, drag)
+    beside_decodes = n_turns > len(forecast.ahead.prefilling_s)
+    from_memory = _way(rows, rows.n_resident, 0, forecast, beside_decodes=beside_decodes)
     best, recompute = from_memory, False
     if rows.n_stored > rows.n_resident:
-        from_store = _way(rows, 0, rows.n_stored, forecast, drag)
+        from_store = _way(rows, 0, rows.n_stored, forecast, beside_decodes=beside_decodes)
         # a tie goes to reading: it leaves the engine to others
         recompute = from_memory.seconds < from_store.seconds
         best = from_memory if recompute else from_store
@@ -89,18 +98,28 @@ def predict(member: Member, rows: RowSources, forecast: Forecast, n_turns: int) 
     return dataclasses.replace(best, queue_seconds=best.queue_seconds + slot_s, recompute=recompute)
 
 
-def _way(rows: RowSources, n_resident: int, n_restored: int, forecast: Forecast, drag: float) -> Prediction:
+def _way(rows: RowSources, n_resident: int, n_restored: int, forecast: Forecast, *, beside_decodes: bool) -> Prediction:
     """One way to get the rows; a restore replaces what memory had."""
+    rates, ahead = forecast.rates, forecast.ahead
     n_reused = max(n_resident, n_restored)
-    restore_s = forecast.rates.restore_seconds(n_restored * rows.bytes_per_row)
-    prefill_s = drag * forecast.rates.prefill_seconds(n_reused, rows.n_tokens)
-    # equal shares of one engine: what each of two turns loses to the other is the same
-    shared_s = wait_behind(forecast.prefilling_s, prefill_s)
+    restore_s = rates.restore_seconds(n_restored * rows.bytes_per_row)
+    look_s = rates.look_per_token * rows.n_to_look_at(n_reused)
+    before_s = restore_s + look_s + (ahead.reading_s if n_restored else 0.0) + (ahead.looking_s if look_s else 0.0)
+    others = prefills_after(before_s, ahead.prefilling_s, rates.decode_drag, beside_decodes=beside_decodes)
+    # what is done by then decodes by then
+    decoding = beside_decodes or (before_s > 0 and 0.0 in others)
+    work_s = rates.prefill_seconds(n_reused, rows.n_tokens)
+    without = prefill_ends(others, rates.decode_drag, beside_decodes=decoding)
+    *beside, own_s = prefill_ends((*others, work_s), rates.decode_drag, beside_decodes=decoding)
+    prefill_s = work_s * (rates.decode_drag if decoding else 1.0)
+    start_s = rates.start_beside_decodes if beside_decodes else rates.start_idle
     return Prediction(
-        queue_seconds=(forecast.reading_s if n_restored else 0.0) + shared_s,
-        others_seconds=shared_s,
+        queue_seconds=start_s + before_s - restore_s - look_s + own_s - prefill_s,
+        others_seconds=sum(beside) - sum(without),
         restore_seconds=restore_s,
+        look_seconds=look_s,
         prefill_seconds=prefill_s,
+        work_seconds=work_s,
         n_restored=n_restored,
         n_computed=rows.n_tokens - n_reused,
         recompute=False,

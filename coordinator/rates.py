@@ -1,9 +1,12 @@
 """How fast each node restores and prefills, learned from what its turns reported. Pure.
 
-Two linear laws, each with two coefficients per node:
+Two linear laws, each with two coefficients per node, and three plain averages:
 
     prefill seconds = tokens * per_token + (token, earlier row) pairs * per_pair     weights, and attention at depth
     restore seconds = latency + bytes * per_byte
+    look seconds    = image tokens * per_token                                       the vision tower
+    drag            = how many times slower prompts get on beside decodes
+    start seconds   = from the placement to the first step, with and without decodes: two ways, and a step's end
 
 The coefficients are those that make the *relative* error of the latest reports smallest (weighted least squares);
 older reports count less, by number and by age, since a board that throttles is another board. A few pseudo-reports
@@ -39,8 +42,14 @@ GUESSED_RESTORE_LATENCY_SECONDS: Final = 0.02
 MIN_LEARNT_SECONDS: Final = 1e-4
 """Shorter spans say more about the clock than about the node."""
 
+GUESSED_DRAG: Final = 2.0
+"""Measured with the pacer's usual ratio, one thread (BENCHMARKS.md, time between tokens beside a long prompt)."""
+
 DRAG_WEIGHT: Final = 0.2
 MAX_DRAG: Final = 50.0
+
+START_WEIGHT: Final = 0.2
+"""Of the latest turn's way to its first step, and of the latest look at a picture."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +60,12 @@ class Rates:
     prefill_per_pair: float = 1 / GUESSED_PREFILL_TOKENS_PER_SECOND / GUESSED_HALF_SPEED_DEPTH
     restore_latency: float = GUESSED_RESTORE_LATENCY_SECONDS
     restore_per_byte: float = 1 / GUESSED_RESTORE_BYTES_PER_SECOND
+    look_per_token: float = 1 / GUESSED_PREFILL_TOKENS_PER_SECOND
     # By how much the same prefill takes longer beside other turns' decoding.
-    decode_drag: float = 1.0
+    decode_drag: float = GUESSED_DRAG
+    # From a placement to the first step that computes for it, if only the way there and a step's end are waited for.
+    start_idle: float = 0.0
+    start_beside_decodes: float = 0.0
 
     def prefill_seconds(self, n_reused: int, n_tokens: int) -> float:
         """To compute the rows from ``n_reused`` up to ``n_tokens``, with nothing else to do."""
@@ -116,6 +129,9 @@ class Report:
     restore_seconds: float
     prefill_seconds: float
     bytes_per_row: int
+    # Image tokens that the vision tower worked on.
+    n_looked: int = 0
+    look_seconds: float = 0.0
     # Nobody else prefilled, or read from the store, at any time in between: the spans are this turn's alone.
     prefilled_alone: bool
     restored_alone: bool
@@ -130,13 +146,34 @@ class Told:
     restore_bytes: float = 0.0
 
 
+@dataclasses.dataclass(slots=True)
+class _Average:
+    """Of the latest samples, the first ones counting as much as they are many; None before there is one."""
+
+    weight: float
+    value: float | None = None
+    _n: int = 0
+
+    def learn(self, sample: float, instead: float) -> None:
+        """``instead``: what was believed before the first sample; counts as one."""
+        before = instead if self.value is None else self.value
+        self._n += 1
+        self.value = before + max(self.weight, 1 / (self._n + 1)) * (sample - before)
+
+    def or_else(self, instead: float) -> float:
+        return instead if self.value is None else self.value
+
+
 class NodeRates:
     """What was learned about one boot of a node."""
 
     def __init__(self) -> None:
         self._prefill = _Law()
         self._restore = _Law()
-        self._drag = 1.0
+        self._look = _Average(START_WEIGHT)
+        self._drag = _Average(DRAG_WEIGHT)
+        self._start_idle = _Average(START_WEIGHT)
+        self._start_beside = _Average(START_WEIGHT)
         self._known_for: tuple[Told, Rates] | None = None
         self._known = Rates()
 
@@ -147,11 +184,21 @@ class NodeRates:
             if report.beside_decodes:
                 alone = self._fit(told, fleet).prefill_seconds(n_reused, report.n_tokens)
                 ratio = min(max(report.prefill_seconds / max(alone, MIN_LEARNT_SECONDS), 1.0), MAX_DRAG)
-                self._drag += DRAG_WEIGHT * (ratio - self._drag)
+                self._drag.learn(ratio, fleet.decode_drag)
             else:
                 self._prefill.learn(report.n_computed, pairs(n_reused, report.n_tokens), report.prefill_seconds, now_s)
         if report.n_restored and report.restored_alone and report.restore_seconds >= MIN_LEARNT_SECONDS:
             self._restore.learn(1.0, report.n_restored * report.bytes_per_row, report.restore_seconds, now_s)
+        if report.n_looked and report.look_seconds >= MIN_LEARNT_SECONDS:
+            self._look.learn(report.look_seconds / report.n_looked, fleet.look_per_token)
+
+    def learn_start(self, seconds: float, fleet: Rates, *, beside_decodes: bool) -> None:
+        """What came between a placement and its first step while no other prompt was in the way."""
+        self._known_for = None
+        if beside_decodes:
+            self._start_beside.learn(max(0.0, seconds), fleet.start_beside_decodes)
+        else:
+            self._start_idle.learn(max(0.0, seconds), fleet.start_idle)
 
     def now(self, told: Told, fleet: Rates) -> Rates:
         """The coefficients; ``fleet`` is what is believed of a node that has said nothing."""
@@ -171,7 +218,10 @@ class NodeRates:
         latency, each_byte = self._restore.fit(fleet.restore_latency, per_byte)
         return Rates(
             prefill_per_token=a, prefill_per_pair=b, restore_latency=latency, restore_per_byte=each_byte,
-            decode_drag=self._drag,
+            look_per_token=self._look.or_else(fleet.look_per_token),
+            decode_drag=self._drag.or_else(fleet.decode_drag),
+            start_idle=self._start_idle.or_else(fleet.start_idle),
+            start_beside_decodes=self._start_beside.or_else(fleet.start_beside_decodes),
         )  # fmt: skip
 
     @property
@@ -180,7 +230,7 @@ class NodeRates:
 
 
 def typical(rates: Iterable[Rates]) -> Rates:
-    """The fleet's, for a newcomer: the median of each coefficient, never zero."""
+    """The fleet's, for a newcomer: the median of each coefficient, rates never zero."""
     known = list(rates)
     if not known:
         return Rates()
@@ -190,4 +240,8 @@ def typical(rates: Iterable[Rates]) -> Rates:
         prefill_per_pair=statistics.median(r.prefill_per_pair for r in known) or guess.prefill_per_pair,
         restore_latency=statistics.median(r.restore_latency for r in known) or guess.restore_latency,
         restore_per_byte=statistics.median(r.restore_per_byte for r in known) or guess.restore_per_byte,
+        look_per_token=statistics.median(r.look_per_token for r in known),
+        decode_drag=statistics.median(r.decode_drag for r in known),
+        start_idle=statistics.median(r.start_idle for r in known),
+        start_beside_decodes=statistics.median(r.start_beside_decodes for r in known),
     )

@@ -48,8 +48,8 @@ class RouteRequest:
     n_context: int
     # Empty: any. A turn that has begun goes on under one fingerprint only, since its tokens could differ under another.
     fingerprint: str = ""
-    # The session has images.
-    sees_images: bool = False
+    # (first, end) tokens of each of the session's images.
+    images: tuple[tuple[int, int], ...] = ()
     # node_id -> why, in the order of failing; such nodes are chosen only when nobody else is left, the last of them
     # last.
     failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -81,6 +81,7 @@ class Candidate:
     reason: str
     queue_seconds: float = 0.0
     restore_seconds: float = 0.0
+    look_seconds: float = 0.0
     prefill_seconds: float = 0.0
     predicted_seconds: float = 0.0
     others_seconds: float = 0.0
@@ -164,6 +165,7 @@ def route(view: View, request: RouteRequest) -> Choice:
             reason=reason,
             queue_seconds=p.queue_seconds if p else 0.0,
             restore_seconds=p.restore_seconds if p else 0.0,
+            look_seconds=p.look_seconds if p else 0.0,
             prefill_seconds=p.prefill_seconds if p else 0.0,
             predicted_seconds=p.seconds if p else 0.0,
             others_seconds=p.others_seconds if p else 0.0,
@@ -204,7 +206,7 @@ def worth_showing(
 def option(view: View, request: RouteRequest, member: Member) -> _Option:
     rows = RowSources(
         n_tokens=request.n_tokens, n_resident=n_resident(view, request, member), n_stored=n_stored(view, member),
-        bytes_per_row=member.node.bytes_per_row,
+        bytes_per_row=member.node.bytes_per_row, images=request.images,
     )  # fmt: skip
     n_turns = load_of(view, member)
     return _Option(member, predict(member, rows, forecast_of(view.forecasts, member.node.node_id), n_turns), n_turns)
@@ -238,7 +240,7 @@ def unfit(node: Node, request: RouteRequest) -> str | None:
     """Why this node could not take the turn even if it were idle, or None."""
     if request.fingerprint and node.fingerprint != request.fingerprint:
         return "the turn began under another fingerprint"
-    if request.sees_images and not node.sees_images:
+    if request.images and not node.sees_images:
         return "it has no vision tower, and the session has images"
     if node.context_length < request.n_context:
         return f"its context holds {node.context_length} tokens and this turn may need {request.n_context}"
@@ -290,17 +292,14 @@ def compare(worse: _Option, better: _Option) -> str:
         if worse.n_turns != better.n_turns:
             return f"as soon, but busier, {turns(worse.n_turns)} against {better.n_turns}"
         return f"as good as {better.member.node.node_id}, which comes first by name"
-    differences = {
-        "queue": ours.queue_seconds - theirs.queue_seconds,
-        "restore": ours.restore_seconds - theirs.restore_seconds,
-        "prefill": ours.prefill_seconds - theirs.prefill_seconds,
-    }
-    most = max(differences, key=lambda part: differences[part])
-    values = {
+    parts = {
         "queue": (ours.queue_seconds, theirs.queue_seconds),
         "restore": (ours.restore_seconds, theirs.restore_seconds),
+        "look": (ours.look_seconds, theirs.look_seconds),
         "prefill": (ours.prefill_seconds, theirs.prefill_seconds),
-    }[most]
+    }
+    most = max(parts, key=lambda part: parts[part][0] - parts[part][1])
+    values = parts[most]
     return f"first token in {seconds(ours.seconds)}, {most} {seconds(values[0])} against {seconds(values[1])}"
 
 

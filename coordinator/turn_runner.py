@@ -127,7 +127,8 @@ class TurnRunner:
             seen = around.fleet.changed.count
             token_ids = self._token_ids()
             stored = around.snapshots.longest_prefixes(token_ids, self._spans, self._namespace)
-            wanted = dataclasses.replace(turn.route_request(), sees_images=bool(self._pictures))
+            places = tuple((span.start, span.start + span.length) for span in self._spans)
+            wanted = dataclasses.replace(turn.route_request(), images=places)
             choice = route(around.fleet.view(stored, self._with_answer(self._compared_ids)), wanted)
             if choice.member is not None:
                 self.obstacle = ""
@@ -226,7 +227,7 @@ class TurnRunner:
 
     def _learn(self, message: worker_pb2.RunTurnResponse, awaiting: Awaiting) -> None:
         """The node's speed, from what it reports with its first token."""
-        if awaiting.is_over:
+        if awaiting.has_token:
             return
         forecasts = self._around.fleet.forecasts
         if message.HasField("prefix"):

@@ -192,7 +192,7 @@ class NodeCore:
         run = next((run for run in self._runs.values() if run.look is done.request), None)
         if run is None:
             return
-        run.look = None
+        run.look, run.look_seconds, run.n_looked = None, done.seconds, done.n_tokens
         if done.error is None:
             self._submit(run, done.features)
         else:
@@ -232,7 +232,7 @@ class NodeCore:
             run.started_at = began_at
         run.n_shared = output.n_shared
         if not run.new_tokens and (output.token is not None or output.finish is not None):
-            self._post(run.turn, self._prefix(run, output.token is not None, now))
+            self._post(run.turn, run.prefix(now, is_computed=output.token is not None))
         if output.token is not None:
             if run.seen is not None and not run.new_tokens:
                 run.seen.forget_features()
@@ -243,21 +243,6 @@ class NodeCore:
         elif output.finish is not None:
             self._post(run.turn, Finished(output.finish))
         return run if output.finish is not None or output.error is not None else None
-
-    def _prefix(self, run: Run, is_computed: bool, now: float) -> Prefix:
-        started_at = now if run.started_at is None else run.started_at
-        n_tokens = len(run.turn.token_ids)
-        return Prefix(
-            n_tokens=n_tokens,
-            n_resident=run.n_resident + run.n_shared,
-            n_restored=run.n_restored,
-            n_computed=n_tokens - run.n_resident - run.n_shared - run.n_restored if is_computed else 0,
-            queue_seconds=max(started_at - run.turn.arrived_at - run.restore_seconds, 0.0),
-            restore_seconds=run.restore_seconds,
-            prefill_seconds=now - started_at,
-            snapshot=run.snapshot,
-            refused_snapshots=run.refused,
-        )
 
     def _measure(self, outputs: list[StepOutput], seconds: float) -> None:
         n_decoded = sum(output.token is not None and output.n_rows == 1 for output in outputs)

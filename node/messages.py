@@ -171,10 +171,15 @@ class LookRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookDone:
-    """The answer to a LookRequest: features by content hash, or what is wrong."""
+    """The answer to a LookRequest: features by content hash, or what is wrong.
+
+    `n_tokens`: of the images that the tower worked on, for `seconds`; others it remembered.
+    """
 
     request: LookRequest
     features: Mapping[bytes, Features] = field(default_factory=dict)
+    n_tokens: int = 0
+    seconds: float = 0.0
     error: Exception | None = None
 
 

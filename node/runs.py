@@ -31,6 +31,8 @@ class Run:
     look: LookRequest | None = None  # set while the features of images are awaited
     seen: SeenPrompt | None = None
     restore_seconds: float = 0.0
+    look_seconds: float = 0.0
+    n_looked: int = 0  # image tokens that the vision tower worked on
     started_at: float | None = None
     new_tokens: list[int] = field(default_factory=list)
     n_publish_asked: int = 0
@@ -49,6 +51,25 @@ class Run:
         """The tokens whose rows exist, int32 [n_rows]."""
         tokens = np.concatenate([self.turn.token_ids, np.asarray(self.new_tokens, dtype=np.int32)])
         return tokens[: self.sequence.n_rows]
+
+    def prefix(self, now: float, *, is_computed: bool) -> Prefix:
+        """Where the rows came from, as the first token is there, or the answer was complete without one."""
+        started_at = now if self.started_at is None else self.started_at
+        n_tokens = len(self.turn.token_ids)
+        waited = started_at - self.turn.arrived_at - self.restore_seconds - self.look_seconds
+        return Prefix(
+            n_tokens=n_tokens,
+            n_resident=self.n_resident + self.n_shared,
+            n_restored=self.n_restored,
+            n_computed=n_tokens - self.n_resident - self.n_shared - self.n_restored if is_computed else 0,
+            queue_seconds=max(waited, 0.0),
+            restore_seconds=self.restore_seconds,
+            look_seconds=self.look_seconds,
+            n_looked=self.n_looked,
+            prefill_seconds=now - started_at,
+            snapshot=self.snapshot,
+            refused_snapshots=self.refused,
+        )
 
 
 @dataclass(slots=True)

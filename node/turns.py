@@ -34,6 +34,8 @@ class Prefix:
     queue_seconds: float
     restore_seconds: float
     prefill_seconds: float
+    look_seconds: float = 0.0
+    n_looked: int = 0
     snapshot: str = ""
     refused_snapshots: tuple[str, ...] = ()
 

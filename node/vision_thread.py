@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -110,17 +111,22 @@ class VisionThread:
 
     def _look(self, request: LookRequest) -> LookDone:
         features: dict[bytes, Features] = {}
+        n_tokens, seconds = 0, 0.0
         try:
             for image in request.images:
                 if request.abandoned:
                     break
+                n_before, began = self.n_seen, time.monotonic()
                 features[image.content_hash] = self._features(image, request.pixels)
+                if self.n_seen > n_before:
+                    n_tokens += image.end - image.start
+                    seconds += time.monotonic() - began
         except EngineError as error:
             return LookDone(request=request, error=error)
         except Exception:  # a bug must cost this turn, not all that come after it
             log.exception("an image was not seen for an unforeseen reason")
             return LookDone(request=request, error=EngineFailed("the vision tower of this node failed"))
-        return LookDone(request=request, features=features)
+        return LookDone(request=request, features=features, n_tokens=n_tokens, seconds=seconds)
 
     def _features(self, image: PlacedImage, pixels: Mapping[bytes, bytes]) -> Features:
         """Raises InvalidImage."""

@@ -126,6 +126,8 @@ def prefix_message(prefix: Prefix) -> common_pb2.PrefixReport:
         queue_seconds=prefix.queue_seconds,
         restore_seconds=prefix.restore_seconds,
         prefill_seconds=prefix.prefill_seconds,
+        look_seconds=prefix.look_seconds,
+        n_looked=prefix.n_looked,
         snapshot=prefix.snapshot,
         refused_snapshots=prefix.refused_snapshots,
     )

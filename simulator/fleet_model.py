@@ -1,8 +1,10 @@
 """Boards as the planner sees them: rates, memory, a batch of turns. No tokens are made; what is tracked is how many
 rows lie where, and how long everything takes.
 
-A board prefills its admitted turns in equal shares and decodes beside that, as the scheduler does; it reads from the
-store one turn after the other; the store itself can give only so much to all boards together.
+A board prefills its admitted turns in equal shares. Beside decodes a step takes prompt rows only until it is
+``decode_slowdown`` times as long as without them, which leaves the prompts ``decode_drag`` times slower than alone, as
+the node's pacer does. A batch decodes as fast as one turn until its rows cost more than the weights do. A board reads
+from the store one turn after the other; the store itself can give only so much to all boards together.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ class BoardRates:
     # Attention costs as much as the weights at this depth.
     half_speed_depth: float
     decode_tokens_per_s: float
-    # Prefill beside decodes is this much slower.
+    # Prefill beside decodes is this much slower, and decoding beside prefill.
     decode_drag: float
+    decode_slowdown: float
     read_bytes_per_s: float
     read_latency_s: float
     bytes_per_row: int
@@ -30,6 +33,10 @@ class BoardRates:
     def prefill_seconds(self, n_reused: int, n_tokens: int) -> float:
         each = 1 / self.prefill_tokens_per_s
         return each * ((n_tokens - n_reused) + (n_tokens**2 - n_reused**2) / 2 / self.half_speed_depth)
+
+    def decode_seconds(self, n_turns: int) -> float:
+        """Of a step with a token for each of these turns."""
+        return max(1 / self.decode_tokens_per_s, n_turns / self.prefill_tokens_per_s)
 
     def scaled(self, factor: float) -> BoardRates:
         """A board that computes ``factor`` times as fast."""
@@ -41,10 +48,13 @@ class BoardRates:
 
 
 BOARD_2B = BoardRates(
-    prefill_tokens_per_s=30.0, half_speed_depth=16_000.0, decode_tokens_per_s=6.0, decode_drag=1.3,
-    read_bytes_per_s=110e6, read_latency_s=0.03, bytes_per_row=229_380, memory_rows=24_000,
+    prefill_tokens_per_s=30.0, half_speed_depth=16_000.0, decode_tokens_per_s=6.0, decode_drag=2.1,
+    decode_slowdown=2.5, read_bytes_per_s=110e6, read_latency_s=0.03, bytes_per_row=229_380,
+    memory_rows=24_000,
 )  # fmt: skip
-"""A 2B model on a board with four fast cores and gigabit Ethernet (kernels.md, reliability.md section 0)."""
+"""A 2B model on a board with four fast cores and gigabit Ethernet: calculated from its memory bandwidth and
+instruction rate (kernels.md, reliability.md section 0), but for drag and slowdown, which were measured with another
+model on another machine (BENCHMARKS.md)."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -65,6 +75,7 @@ class Job:
     restored_s: float = 0.0
     work_s: float = 0.0
     first_token_s: float = 0.0
+    tokens_left: float = 0.0
     ends_s: float = 0.0
 
     @property
@@ -135,7 +146,9 @@ class ModelBoard:
 
     def next_s(self) -> float:
         """When something will happen by itself; infinite when nothing will."""
-        times = [j.ends_s for j in self.decoding] + [j.restored_s for j in self.reading]
+        times = [j.restored_s for j in self.reading]
+        if self.decoding:
+            times.append(self._now_s + max(0.0, min(j.tokens_left for j in self.decoding)) * self._token_s())
         if self.prefilling:
             least = min(j.work_s for j in self.prefilling)
             times.append(self._now_s + least * len(self.prefilling) * self._drag())
@@ -147,6 +160,10 @@ class ModelBoard:
             share_s = (now_s - self._now_s) / len(self.prefilling) / self._drag()
             for job in self.prefilling:
                 job.work_s -= share_s
+        if self.decoding:
+            n_tokens = (now_s - self._now_s) / self._token_s()
+            for job in self.decoding:
+                job.tokens_left -= n_tokens
         self._now_s = now_s
         for job in [j for j in self.reading if j.restored_s <= now_s + 1e-9]:
             self.reading.remove(job)
@@ -155,12 +172,13 @@ class ModelBoard:
         for job in started:
             self.prefilling.remove(job)
             job.first_token_s = now_s
-            job.ends_s = now_s + job.answer_tokens / self.rates.decode_tokens_per_s
+            job.tokens_left = job.answer_tokens
             self.decoding.append(job)
             self._keep(job, job.n_tokens)
-        ended = [j for j in self.decoding if j.ends_s <= now_s + 1e-9]
+        ended = [j for j in self.decoding if j.tokens_left <= 1e-6]
         for job in ended:
             self.decoding.remove(job)
+            job.ends_s = now_s
             self._keep(job, job.n_tokens + job.answer_tokens - 1)
             self._store.publish(job.session, job.system, job.n_tokens + job.answer_tokens - 1)
         if ended:
@@ -169,6 +187,11 @@ class ModelBoard:
 
     def _drag(self) -> float:
         return self.rates.decode_drag if self.decoding else 1.0
+
+    def _token_s(self) -> float:
+        """Seconds between two tokens of each turn that decodes."""
+        slowdown = self.rates.decode_slowdown if self.prefilling else 1.0
+        return self.rates.decode_seconds(len(self.decoding)) * slowdown
 
     def _admit(self, now_s: float) -> None:
         while self.queue and self.n_running < self.rates.max_running:

@@ -131,6 +131,7 @@ class Planner:
         self._events: list[tuple[float, int, str, object]] = []
         self._n_events = 0
         self._awaiting: dict[int, Awaiting] = {}
+        self._decoding: dict[int, Awaiting] = {}
 
     def run(self) -> Outcome:
         """Until every session has had all its answers."""
@@ -216,7 +217,10 @@ class Planner:
             if (awaiting := self._awaiting.pop(id(job), None)) is not None:
                 self.forecasts.reported(awaiting, report_of(job, self.now_s), self.now_s)
                 self.forecasts.first_token(awaiting, self.now_s)
+                self._decoding[id(job)] = awaiting
         for job in ended:
+            if (awaiting := self._decoding.pop(id(job), None)) is not None:
+                self.forecasts.over(awaiting, self.now_s)
             self.forecasts.turn_ended(job.ends_s - job.first_token_s)
             session = self._sessions[job.session]
             turn = session.plan.turns[session.next_turn]

@@ -42,7 +42,19 @@ def print_placement(placed: Placed) -> None:
         f"  from token {placed.first_index} on {placed.node_id}: first token predicted in "
         f"{seconds_text(placed.predicted_seconds)}, {actual_text(placed)}"
     )
-    columns = ["", "node", "#first token", "#queue", "#restore", "#prefill", "#others", "#memory", "#store", "why"]
+    columns = [
+        "",
+        "node",
+        "#first token",
+        "#queue",
+        "#restore",
+        "#look",
+        "#prefill",
+        "#others",
+        "#memory",
+        "#store",
+        "why",
+    ]
     print_table(columns, [row_of(candidate) for candidate in placed.candidates], "  No candidates were kept.")
     if hidden:
         click.echo(f"  and {hidden} nodes that were further away")
@@ -65,6 +77,7 @@ def row_of(candidate: Candidate) -> list[str]:
             candidate.predicted_seconds,
             candidate.queue_seconds,
             candidate.restore_seconds,
+            candidate.look_seconds,
             candidate.prefill_seconds,
             candidate.others_seconds,
         )

@@ -63,6 +63,8 @@ class Candidate:
     n_computed: int = 0
     # By how much the turns that wait there would wait longer.
     others_seconds: float = 0.0
+    # Another part of the predicted time: the vision tower's look at pictures.
+    look_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

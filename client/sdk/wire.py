@@ -134,6 +134,7 @@ def placed_of(message: chat_pb2.Placement) -> Placed:
                 c.n_restored,
                 c.n_computed,
                 c.others_seconds,
+                c.look_seconds,
             )
             for c in message.candidates
         ),

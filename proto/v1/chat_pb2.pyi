@@ -897,6 +897,7 @@ class CandidateNode(_message.Message):
     N_RESTORED_FIELD_NUMBER: _builtins.int
     N_COMPUTED_FIELD_NUMBER: _builtins.int
     OTHERS_SECONDS_FIELD_NUMBER: _builtins.int
+    LOOK_SECONDS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     chosen: _builtins.bool
     n_resident: _builtins.int
@@ -916,6 +917,8 @@ class CandidateNode(_message.Message):
     n_computed: _builtins.int
     others_seconds: _builtins.float
     """By how much the turns that wait for their first token there would wait longer, all together."""
+    look_seconds: _builtins.float
+    """Another part: the vision tower's look at pictures whose rows are to be computed."""
     def __init__(
         self,
         *,
@@ -933,10 +936,11 @@ class CandidateNode(_message.Message):
         n_restored: _builtins.int = ...,
         n_computed: _builtins.int = ...,
         others_seconds: _builtins.float = ...,
+        look_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "n_computed", b"n_computed", "n_queued", b"n_queued", "n_resident", b"n_resident", "n_restored", b"n_restored", "n_running", b"n_running", "n_stored", b"n_stored", "node_id", b"node_id", "others_seconds", b"others_seconds", "predicted_seconds", b"predicted_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "reason", b"reason", "restore_seconds", b"restore_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "look_seconds", b"look_seconds", "n_computed", b"n_computed", "n_queued", b"n_queued", "n_resident", b"n_resident", "n_restored", b"n_restored", "n_running", b"n_running", "n_stored", b"n_stored", "node_id", b"node_id", "others_seconds", b"others_seconds", "predicted_seconds", b"predicted_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "reason", b"reason", "restore_seconds", b"restore_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -223,6 +223,8 @@ class PrefixReport(_message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     REFUSED_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    LOOK_SECONDS_FIELD_NUMBER: _builtins.int
+    N_LOOKED_FIELD_NUMBER: _builtins.int
     n_tokens: _builtins.int
     """Tokens of the request (prompt and answer tokens already delivered)."""
     n_resident: _builtins.int
@@ -236,6 +238,11 @@ class PrefixReport(_message.Message):
     prefill_seconds: _builtins.float
     snapshot: _builtins.str
     """The snapshot that was read, empty when none."""
+    look_seconds: _builtins.float
+    """The vision tower's look at pictures among the computed rows, and how many image tokens it worked on for it: none of those
+    that it had seen before.
+    """
+    n_looked: _builtins.int
     @_builtins.property
     def refused_snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """One entry per snapshot that was refused, as "name: code"."""
@@ -252,10 +259,12 @@ class PrefixReport(_message.Message):
         prefill_seconds: _builtins.float = ...,
         snapshot: _builtins.str = ...,
         refused_snapshots: _abc.Iterable[_builtins.str] | None = ...,
+        look_seconds: _builtins.float = ...,
+        n_looked: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_computed", b"n_computed", "n_resident", b"n_resident", "n_restored", b"n_restored", "n_tokens", b"n_tokens", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "refused_snapshots", b"refused_snapshots", "restore_seconds", b"restore_seconds", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["look_seconds", b"look_seconds", "n_computed", b"n_computed", "n_looked", b"n_looked", "n_resident", b"n_resident", "n_restored", b"n_restored", "n_tokens", b"n_tokens", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "refused_snapshots", b"refused_snapshots", "restore_seconds", b"restore_seconds", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,7 +34,7 @@ async def test_prediction_and_outcome_are_kept_with_the_turn(cluster: Cluster) -
     assert placement.n_candidates == 2
     chosen, other = sorted(placement.candidates, key=lambda c: not c.chosen)
     assert chosen.predicted_seconds == placement.predicted_seconds
-    parts = (chosen.queue_seconds, chosen.restore_seconds, chosen.prefill_seconds)
+    parts = (chosen.queue_seconds, chosen.restore_seconds, chosen.look_seconds, chosen.prefill_seconds)
     assert abs(sum(parts) - chosen.predicted_seconds) < 1e-9
     assert chosen.n_computed == placement.prefix.n_tokens
     assert other.reason == "passed over: as good as a, which comes first by name"

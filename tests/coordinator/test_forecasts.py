@@ -20,8 +20,8 @@ def node(node_id: str = "a", boot_id: str = "boot1", **fields: object) -> Node:
 
 def predicted(prefill_s: float, restore_s: float = 0.0) -> Prediction:
     return Prediction(
-        queue_seconds=0.0, restore_seconds=restore_s, prefill_seconds=prefill_s, n_restored=0, n_computed=1,
-        recompute=False,
+        queue_seconds=0.0, restore_seconds=restore_s, prefill_seconds=prefill_s, work_seconds=prefill_s, n_restored=0,
+        n_computed=1, recompute=False,
     )  # fmt: skip
 
 
@@ -31,12 +31,12 @@ def ids(*token_ids: int) -> np.ndarray:
 
 def test_a_turn_without_a_token_so_far_is_in_the_way_of_the_next_one() -> None:
     forecasts = Forecasts()
-    assert forecasts.of({"a": node()}, 0.0)["a"].prefilling_s == ()
+    assert forecasts.of({"a": node()}, 0.0)["a"].ahead.prefilling_s == ()
     awaiting = forecasts.placed(node(), predicted(4.0, restore_s=2.0), 0, 0.0)
-    assert forecasts.of({"a": node()}, 1.0)["a"].reading_s == 1.0
-    assert forecasts.of({"a": node()}, 1.0)["a"].prefilling_s == (4.0,)
+    assert forecasts.of({"a": node()}, 1.0)["a"].ahead.reading_s == 1.0
+    assert forecasts.of({"a": node()}, 1.0)["a"].ahead.prefilling_s == (4.0,)
     forecasts.first_token(awaiting, 5.0)
-    assert forecasts.of({"a": node()}, 5.0)["a"].prefilling_s == ()
+    assert forecasts.of({"a": node()}, 5.0)["a"].ahead.prefilling_s == ()
 
 
 def test_a_new_boot_has_no_work_and_no_memory_but_is_the_same_board() -> None:
@@ -48,7 +48,7 @@ def test_a_new_boot_has_no_work_and_no_memory_but_is_the_same_board() -> None:
     learned = forecasts.of({"a": node()}, 40.0)["a"].rates
     assert learned.prefill_seconds(0, 1_000) == pytest.approx(40.0, rel=0.2)
     again = node(boot_id="boot2")
-    assert forecasts.of({"a": again}, 40.0)["a"].prefilling_s == ()
+    assert forecasts.of({"a": again}, 40.0)["a"].ahead.prefilling_s == ()
     assert forecasts.of({"a": again}, 40.0)["a"].rates == learned
     assert forecasts.shared([again], ids(1, 2, 3, 4)) == {}
 
@@ -74,6 +74,27 @@ def test_predictions_are_scored_by_what_came() -> None:
     accuracy = forecasts.accuracy()
     assert (accuracy.n, accuracy.predicted_seconds, accuracy.actual_seconds) == (3, 2.0, 2.0)
     assert accuracy.error == pytest.approx(0.5)
+
+
+def test_a_turn_that_decodes_there_drags_the_prompts_until_it_is_over() -> None:
+    forecasts = Forecasts()
+    first = forecasts.placed(node(), predicted(1.0), 0, 0.0)
+    forecasts.first_token(first, 1.0)
+    forecasts.placed(node(), predicted(8.0), 1, 1.0)
+    drag = forecasts.of({"a": node()}, 1.0)["a"].rates.decode_drag
+    assert forecasts.of({"a": node()}, 1.0 + drag)["a"].ahead.prefilling_s == (pytest.approx(7.0),)
+    forecasts.over(first, 1.0 + drag)
+    assert forecasts.of({"a": node()}, 2.0 + drag)["a"].ahead.prefilling_s == (pytest.approx(6.0),)
+
+
+def test_the_way_there_is_foreseen_once_it_was_seen() -> None:
+    forecasts = Forecasts()
+    for _ in range(10):
+        awaiting = forecasts.placed(node(), predicted(1.0), 0, 0.0)
+        forecasts.reported(awaiting, common_pb2.PrefixReport(n_tokens=10, n_computed=10, prefill_seconds=1.0), 1.3)
+        forecasts.first_token(awaiting, 1.3)
+        forecasts.over(awaiting, 2.0)
+    assert forecasts.of({"a": node()}, 9.0)["a"].rates.start_idle == pytest.approx(0.3, rel=0.1)
 
 
 def test_turns_that_hold_their_slots_longer_make_a_full_batch_a_longer_wait() -> None:

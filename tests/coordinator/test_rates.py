@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvferry.coordinator.backlog import Backlog, wait_behind
+from kvferry.coordinator.backlog import Ahead, Backlog, prefill_ends, prefills_after
 from kvferry.coordinator.rates import NodeRates, Rates, Report, Told, typical
 
 BOARD = Rates(prefill_per_token=0.008, prefill_per_pair=2e-6, restore_latency=0.05, restore_per_byte=8e-9)
@@ -89,38 +91,83 @@ def test_a_newcomer_is_taken_at_its_own_word_then_for_what_is_usual_here() -> No
     assert typical([]) == Rates()
 
 
+def test_the_way_to_the_first_step_and_a_look_at_a_picture_are_learned_too() -> None:
+    rates = NodeRates()
+    for _ in range(8):
+        rates.learn(report(100, n_looked=256, look_seconds=2.56), Told(), Rates(), 0.0)
+        rates.learn_start(0.01, Rates(), beside_decodes=False)
+        rates.learn_start(0.2, Rates(), beside_decodes=True)
+    learned = rates.now(Told(), Rates())
+    assert learned.look_per_token == pytest.approx(0.01)
+    assert learned.start_idle == pytest.approx(0.01, rel=0.2)
+    assert learned.start_beside_decodes == pytest.approx(0.2, rel=0.2)
+    remembered = dataclasses.replace(report(100), n_looked=0, look_seconds=0.001)  # the node had seen it before
+    assert learn(rates, remembered).look_per_token == learned.look_per_token
+
+
 # Work that is waiting.
 
 
-def test_reads_go_one_after_the_other_and_prefills_side_by_side() -> None:
+def test_reads_go_one_after_the_other_and_so_do_looks_and_prefills_side_by_side() -> None:
     backlog = Backlog()
-    backlog.add(2.0, 1.0, 0.0)
-    backlog.add(3.0, 4.0, 0.0)
-    assert backlog.ahead(1.0) == (4.0, (1.0, 4.0))
-    assert backlog.ahead(2.0)[0] == 3.0
+    backlog.add(2.0, 0.5, 1.0, 0.0)
+    backlog.add(3.0, 0.0, 4.0, 0.0)
+    assert backlog.ahead(1.0) == Ahead(4.0, 0.5, (1.0, 4.0))
+    assert backlog.ahead(2.0).reading_s == 3.0
+    assert backlog.ahead(3.0) == Ahead(2.0, 0.0, (0.0, 4.0))
 
 
 def test_equal_shares_until_the_short_one_is_done() -> None:
     backlog = Backlog()
-    backlog.add(0.0, 1.0, 10.0)
-    backlog.add(0.0, 4.0, 10.0)
-    assert backlog.ahead(11.0)[1] == (0.5, 3.5)
-    assert backlog.ahead(13.0)[1] == (0.0, 2.0)
-    assert backlog.ahead(99.0) == (0.0, (0.0, 0.0))  # late, but not there yet
+    backlog.add(0.0, 0.0, 1.0, 10.0)
+    backlog.add(0.0, 0.0, 4.0, 10.0)
+    assert backlog.ahead(11.0).prefilling_s == (0.5, 3.5)
+    assert backlog.ahead(13.0).prefilling_s == (0.0, 2.0)
+    assert backlog.ahead(99.0) == Ahead(0.0, 0.0, (0.0, 0.0))  # late, but not there yet
 
 
-def test_what_has_its_first_token_is_nobodys_burden_any_more() -> None:
+def test_prompts_get_on_slower_while_a_turn_decodes() -> None:
     backlog = Backlog()
-    first, second = backlog.add(0.0, 1.0, 0.0), backlog.add(0.0, 4.0, 0.0)
+    backlog.drag = 2.0
+    first = backlog.add(0.0, 0.0, 1.0, 0.0)
+    backlog.begins_to_decode(first, 1.0)
+    backlog.add(0.0, 0.0, 4.0, 1.0)
+    assert backlog.ahead(3.0).prefilling_s == (3.0,)
+    backlog.remove(first, 3.0)
+    assert backlog.ahead(5.0).prefilling_s == (1.0,)
+
+
+def test_what_has_its_first_token_is_no_prefill_any_more() -> None:
+    backlog = Backlog()
+    first, second = backlog.add(0.0, 0.0, 1.0, 0.0), backlog.add(0.0, 0.0, 4.0, 0.0)
     assert not first.prefilled_alone
     assert not second.prefilled_alone
+    backlog.begins_to_decode(first, 1.0)
+    assert (len(backlog), backlog.ahead(1.0).prefilling_s) == (1, (3.5,))
     backlog.remove(first, 1.0)
     backlog.remove(first, 1.0)
-    assert (len(backlog), backlog.ahead(1.0)[1]) == (1, (3.5,))
+    assert (len(backlog), backlog.ahead(1.0).prefilling_s) == (1, (3.5,))
     backlog.remove(second, 2.0)
-    assert backlog.add(1.0, 1.0, 3.0).prefilled_alone
+    assert backlog.add(1.0, 0.0, 1.0, 3.0).prefilled_alone
 
 
 def test_a_short_prefill_waits_for_no_more_of_a_long_one_than_its_own_length() -> None:
-    assert wait_behind((10.0, 0.25), 0.5) == 0.75
-    assert wait_behind((), 0.5) == 0.0
+    assert prefill_ends((10.0, 0.25, 0.5), 1.0, beside_decodes=False)[2] == 0.5 + 0.75
+    assert prefill_ends((), 1.0, beside_decodes=False) == []
+
+
+def test_a_prefill_that_ends_drags_those_that_go_on() -> None:
+    assert prefill_ends((1.0, 2.0), 3.0, beside_decodes=False) == [2.0, 2.0 + 3.0]
+    assert prefill_ends((1.0, 2.0), 3.0, beside_decodes=True) == [6.0, 9.0]
+
+
+@given(st.lists(st.floats(0.01, 9.0), min_size=1, max_size=6), st.floats(1.0, 4.0), st.booleans(), st.floats(0.0, 40.0))
+def test_what_is_left_ends_when_it_was_foreseen(
+    prefills_s: list[float], drag: float, beside_decodes: bool, seconds: float
+) -> None:
+    ends = prefill_ends(prefills_s, drag, beside_decodes=beside_decodes)
+    left = prefills_after(seconds, prefills_s, drag, beside_decodes=beside_decodes)
+    one_ended = beside_decodes or min(ends) <= seconds
+    later = prefill_ends([left_s for left_s in left if left_s > 0], drag, beside_decodes=one_ended)
+    still = [end for end, left_s in zip(ends, left, strict=True) if left_s > 0]
+    assert [seconds + end for end in later] == pytest.approx(still, abs=1e-6)

@@ -8,14 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.coordinator.backlog import Ahead
 from kvferry.coordinator.membership import Load, Member, Node, NodeState
 from kvferry.coordinator.prediction import Forecast
 from kvferry.coordinator.rates import Rates
 from kvferry.coordinator.routing import MAX_CANDIDATES_KEPT, Candidate, Choice, RouteRequest, View, route
 
 BYTES_PER_ROW = 46_080  # of smollm2-135m: 30 layers, 3 heads of 64, float32 K and V
-FAST = Rates(prefill_per_token=0.001, prefill_per_pair=0.0, restore_latency=0.01, restore_per_byte=1e-9)
-SLOW = Rates(prefill_per_token=0.002, prefill_per_pair=0.0, restore_latency=0.01, restore_per_byte=1e-9)
+FAST = Rates(
+    prefill_per_token=0.001, prefill_per_pair=0.0, restore_latency=0.01, restore_per_byte=1e-9, decode_drag=1.0
+)
+SLOW = dataclasses.replace(FAST, prefill_per_token=0.002)
 
 
 def member(
@@ -66,7 +69,7 @@ def test_the_node_that_has_least_to_compute_is_soonest_while_nobody_is_busy() ->
 
 
 def test_a_shorter_prefix_on_an_idle_node_beats_a_longer_one_behind_a_long_queue() -> None:
-    busy = {"b": Forecast(rates=FAST, prefilling_s=(3.0, 5.0)), "a": Forecast(rates=FAST)}
+    busy = {"b": Forecast(rates=FAST, ahead=Ahead(prefilling_s=(3.0, 5.0))), "a": Forecast(rates=FAST)}
     assert chosen(choose(member("a", resident=300), member("b", resident=612, running=2), forecasts=busy)) == "b"
     # 28 ms of its own work share the engine with two others for three times as long: still soon. A full batch is not.
     full = {"b": Forecast(rates=FAST, turn_s=10.0)}
@@ -77,7 +80,7 @@ def test_a_shorter_prefix_on_an_idle_node_beats_a_longer_one_behind_a_long_queue
 
 def test_the_others_wait_counts_as_much_as_its_own() -> None:
     """On a the token would come sooner, on b nobody else pays for it."""
-    shares = {"a": Forecast(rates=FAST, prefilling_s=(0.3, 0.3)), "b": Forecast(rates=SLOW)}
+    shares = {"a": Forecast(rates=FAST, ahead=Ahead(prefilling_s=(0.3, 0.3))), "b": Forecast(rates=SLOW)}
     choice = choose(member("a", running=2), member("b"), forecasts=shares)
     assert of(choice, "a").predicted_seconds < of(choice, "b").predicted_seconds
     assert chosen(choice) == "b"
@@ -85,6 +88,28 @@ def test_the_others_wait_counts_as_much_as_its_own() -> None:
     assert reasons(choice)["a"] == (
         "passed over: first token in 1.2 s, but 600 ms later for the turns that wait there against 0 ms"
     )
+
+
+def test_a_prompt_gets_on_slower_beside_decodes_and_an_idle_node_wins_though_it_has_less() -> None:
+    paced = Forecast(rates=dataclasses.replace(FAST, decode_drag=2.0))
+    choice = choose(member("a", resident=300, running=1), member("b", resident=100), forecasts={"a": paced})
+    assert chosen(choice) == "b"
+    assert reasons(choice)["a"] == "passed over: first token in 680 ms, prefill 680 ms against 540 ms"
+
+
+def test_a_picture_is_looked_at_unless_its_rows_are_there() -> None:
+    sees = dataclasses.replace(FAST, look_per_token=0.01)
+    members = [
+        dataclasses.replace(m, node=dataclasses.replace(m.node, sees_images=True))
+        for m in (member("a", resident=30), member("b", resident=20))
+    ]
+    forecasts = {name: Forecast(rates=sees) for name in "ab"}
+    choice = choose(*members, forecasts=forecasts, images=((10, 26),))
+    assert of(choice, "a").look_seconds == 0.0
+    assert of(choice, "b").look_seconds == pytest.approx(0.16)
+    assert reasons(choice)["b"] == "passed over: first token in 780 ms, look 160 ms against 0 ms"
+    behind = choose(members[1], forecasts={"b": Forecast(rates=sees, ahead=Ahead(looking_s=3.0))}, images=((10, 26),))
+    assert of(behind, "b").queue_seconds == pytest.approx(3.0)
 
 
 def test_a_faster_board_wins_when_both_have_to_compute() -> None:
@@ -111,7 +136,7 @@ def test_rows_are_computed_where_the_store_is_slower_than_that() -> None:
     assert choice.prediction.recompute
     assert (of(choice, "a").n_restored, of(choice, "a").n_computed) == (0, 540)
     assert reasons(choice)["a"].endswith("100 of 640 tokens in memory, sooner than reading them from the store")
-    waiting = {"a": Forecast(rates=FAST, reading_s=2.0)}  # a good disk that others read from
+    waiting = {"a": Forecast(rates=FAST, ahead=Ahead(reading_s=2.0))}  # a good disk that others read from
     behind = choose(member("a", resident=100), stored=500, forecasts=waiting)
     assert behind.prediction is not None
     assert behind.prediction.recompute

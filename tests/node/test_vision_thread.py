@@ -122,3 +122,14 @@ def test_nobody_looks_for_a_turn_that_is_gone(tower: SlowTower, look) -> None:
     abandoned.abandoned = True
     look(abandoned)
     assert tower.n_seen == 0
+
+
+def test_what_the_tower_worked_on_is_told_and_what_it_remembered_is_not(
+    look: Callable[[LookRequest], LookDone],
+) -> None:
+    first = look(request(10, 20))
+    assert first.n_tokens == 4
+    assert first.seconds > 0
+    again = look(request(20, 30))
+    assert again.n_tokens == 2
+    assert (look(request(30)).n_tokens, look(request(30)).seconds) == (0, 0.0)
