@@ -23,3 +23,119 @@ SHORT_HELP: Final = {
     "node": "Run a node.",
     "coordinator": "Run a coordinator.",
     "gateway": "Serve the OpenAI HTTP API.",
+    "kv": "List, inspect, verify, convert, repair and remove KV snapshots.",
+    "score": "Compute logits and KV rows of given tokens, to compare with another implementation.",
+    "doctor": "Say which kernels run on this machine, and check their bits.",
+    "simulate": "Predict what a fleet would do, with the coordinator's own routing.",
+    "storm": "Break simulated clusters in every way, thousands of times.",
+    "drill": "Break a real cluster and judge what happened.",
+}
+"""What `kvferry --help` prints. Kept here, since asking a command for its help imports its room."""
+
+EXIT_INTERRUPTED: Final = 130
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are entry points, imported when they run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """Names in the order of SHORT_HELP, then whatever other packages bring."""
+        names = {point.name for point in entry_points(group=ENTRY_POINT_GROUP)}
+        return [name for name in SHORT_HELP if name in names] + sorted(names - SHORT_HELP.keys())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        """Imports the command's room."""
+        point = self._entry_point(cmd_name)
+        if point is None:
+            return None
+        command = point.load()
+        if not isinstance(command, click.Command):
+            raise click.ClickException(f"{point.value} is not a command; reinstall kvferry.")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Prints the table without importing anything."""
+        rows = [(name, SHORT_HELP.get(name, "")) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _entry_point(self, name: str) -> EntryPoint | None:
+        return next(iter(entry_points(group=ENTRY_POINT_GROUP, name=name)), None)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(version("kvferry"), prog_name="kvferry")
+def kvferry() -> None:
+    """Serve one chat model on a handful of small boards; every conversation outlives the board it runs on."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command and exits: 0, the error class's exit code, 2 for wrong usage, 130 for Ctrl-C.
+
+    An error of ours becomes one sentence; anything else is a bug and keeps its traceback.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of its C++ lines reaches us as errors
+    try:
+        result = kvferry.main(args=arguments, prog_name="kvferry", standalone_mode=False)
+        _flush_output()
+    except click.exceptions.Abort:
+        sys.exit(EXIT_INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        sys.exit(0)
+    except Exception as error:
+        sentence = str(error) if _is_ours(error) else _output_complaint(error)
+        if sentence is None:
+            raise
+        try:
+            click.echo(f"error: {sentence}", err=True)
+        except OSError:  # stderr may be just as full
+            _discard(sys.stderr)
+        sys.exit(getattr(error, "exit_code", 1))
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def _flush_output() -> None:
+    """Now rather than when Python ends, which would print a complaint of its own."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _discard(stream: TextIO | None) -> None:
+    """Else Python complains about what it cannot flush when it ends."""
+    if stream is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _output_complaint(error: Exception) -> str | None:
+    """A sentence if `error` came from writing to the standard output, else None."""
+    if not isinstance(error, OSError) or not (_is_output_still_failing() or _came_from_printing(error)):
+        return None
+    _discard(sys.stdout)
+    return f"cannot write to the standard output: {(error.strerror or str(error)).lower()}."
+
+
+def _is_output_still_failing() -> bool:
+    """What could not be written is still in the buffer, if there is one."""
+    try:
+        _flush_output()
+    except OSError:
+        return True
+    return False
+
+
+def _came_from_printing(error: OSError) -> bool:
+    """For an output without a buffer: click and rich do all our printing."""
+    modules = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return bool(modules & {"click.utils", "rich.console"})
+
+
+def _is_ours(error: Exception) -> bool:
+    return isinstance(getattr(error, "code", None), str) and type(error).__module__.startswith("kvferry.")
+
+
+if __name__ == "__main__":
+    main()
