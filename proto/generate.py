@@ -10,11 +10,11 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-PROTO_DIR = Path(__file__).resolve().parent / "v1"
+FOLDERS = ("v1", "etcd")  # ours, and the part of etcd's that we call
 IMPORT_ROOT = Path(
     __file__
 ).parent.parent.parent  # the folder that holds kvferry/, as imported (src/, a chain of symlinks)
-IMPORT_PATH = "kvferry/proto/v1"
+IMPORT_PATHS = tuple(f"kvferry/proto/{folder}" for folder in FOLDERS)
 
 
 def generate(output_root: Path) -> list[Path]:
@@ -27,7 +27,7 @@ def generate(output_root: Path) -> list[Path]:
 
     from grpc_tools import protoc
 
-    sources = sorted(f"{IMPORT_PATH}/{path.name}" for path in PROTO_DIR.glob("*.proto"))
+    sources = sorted(f"{path}/{file.name}" for path in IMPORT_PATHS for file in (IMPORT_ROOT / path).glob("*.proto"))
     well_known = resources.files("grpc_tools") / "_proto"
     outputs = [f"--{kind}_out={output_root}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     scripts = Path(sysconfig.get_path("scripts"))  # the venv need not be on PATH
@@ -35,14 +35,15 @@ def generate(output_root: Path) -> list[Path]:
     status = protoc.main(["protoc", f"-I{IMPORT_ROOT}", f"-I{well_known}", *plugins, *outputs, *sources])
     if status != 0:
         raise RuntimeError(f"protoc ended with status {status}")
-    return sorted((output_root / IMPORT_PATH).glob("*_pb2*"))
+    return sorted(file for path in IMPORT_PATHS for file in (output_root / path).glob("*_pb2*"))
 
 
 def stale_stubs() -> list[str]:
     """Names of committed stubs that differ from what the .proto files give now."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = {path.name: path.read_bytes() for path in generate(Path(folder))}
-    committed = {path.name: path.read_bytes() for path in PROTO_DIR.glob("*_pb2*") if path.suffix in {".py", ".pyi"}}
+    stubs = [file for path in IMPORT_PATHS for file in (IMPORT_ROOT / path).glob("*_pb2*")]
+    committed = {path.name: path.read_bytes() for path in stubs if path.suffix in {".py", ".pyi"}}
     return sorted(name for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))
 
 
