@@ -124,6 +124,18 @@ class RegistryUnavailable(NotNow):
     code = "registry_unavailable"
 
 
+class TurnElsewhere(NotNow):
+    """Another coordinator that shares the registry answers the turn."""
+
+    code = "turn_elsewhere"
+    retry_after_ms = 200
+
+    def __init__(self, session_id: str, turn_id: str, address: str) -> None:
+        where = f"at {address}" if address else "which has not said yet where it serves"
+        super().__init__(f"turn {turn_id} of session {session_id} is answered by another coordinator, {where}")
+        self.address = address
+
+
 class CannotStart(CoordinatorError):
     """Something outside the program must be put right first."""
 

@@ -10,14 +10,13 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Self
 
-import numpy as np
-
 from kvferry.coordinator.errors import (
     IndexOutOfRange,
     RegistryUnavailable,
     SessionBusy,
     SessionExists,
     StaleEpoch,
+    TurnElsewhere,
     TurnExists,
     UnknownSession,
     UnknownTurn,
@@ -30,6 +29,7 @@ from kvferry.coordinator.registry import (
     TokenArray,
     TurnOutcome,
     TurnRecord,
+    tokens_of,
 )
 
 
@@ -39,10 +39,15 @@ class Ledger:
 
     coordinator_id: str = ""
     generation: int = 0
+    n_openings: int = 0
     sessions: dict[str, SessionRecord] = dataclasses.field(default_factory=dict)
     turns: dict[str, list[TurnRecord]] = dataclasses.field(default_factory=dict)
     placements: dict[tuple[str, str], list[bytes]] = dataclasses.field(default_factory=dict)
     pixels: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    # Which coordinators have it open, with their addresses; which of them has a session's open turn; who keeps house.
+    living: dict[str, str] = dataclasses.field(default_factory=dict)
+    owners: dict[str, str] = dataclasses.field(default_factory=dict)
+    duty: str = ""
 
 
 async def at_once() -> None:
@@ -52,12 +57,17 @@ async def at_once() -> None:
 class MemoryRegistry:
     """A ``Registry`` over a ledger.
 
-    ``disk`` is awaited before and after each effect; it may take time, fail, or be cancelled.
+    ``disk`` is awaited before and after each effect; it may take time, fail, or be cancelled. With ``is_shared``
+    several may be open on one ledger; without, whoever opens it has outlived the one before.
     """
 
-    def __init__(self, ledger: Ledger, disk: Callable[[], Awaitable[None]] = at_once) -> None:
+    def __init__(
+        self, ledger: Ledger, disk: Callable[[], Awaitable[None]] = at_once, *, is_shared: bool = False
+    ) -> None:
         self._ledger = ledger
         self._disk = disk
+        self.is_shared = is_shared
+        self.instance_id = ""
         self._is_open = False
         self.coordinator_id = ""
         self.generation = 0
@@ -67,12 +77,34 @@ class MemoryRegistry:
         ledger = self._ledger
         self.is_new = ledger.generation == 0
         ledger.coordinator_id = ledger.coordinator_id or new_coordinator_id
-        ledger.generation += 1
+        if self.is_new or not self.is_shared:
+            ledger.generation += 1
+        if not self.is_shared:
+            ledger.living.clear()
+        self.instance_id = f"{ledger.coordinator_id}-{ledger.n_openings}"
+        ledger.n_openings += 1
+        ledger.living[self.instance_id] = ""
         self.coordinator_id, self.generation, self._is_open = ledger.coordinator_id, ledger.generation, True
         return self
 
     async def close(self) -> None:
         self._is_open = False
+        self._ledger.living.pop(self.instance_id, None)
+
+    async def announce(self, address: str) -> None:
+        self._check_open()
+        self._ledger.living[self.instance_id] = address
+
+    async def keeps_house(self) -> bool:
+        self._check_open()
+        if self._ledger.duty not in self._ledger.living:
+            self._ledger.duty = self.instance_id
+        return self._ledger.duty == self.instance_id
+
+    async def claim_turn(self, session_id: str, turn_id: str) -> None:
+        async with _Write(self):
+            self._session(session_id)
+            self._claim(session_id, turn_id)
 
     async def create_session(self, session: SessionRecord) -> None:
         async with _Write(self):
@@ -102,7 +134,7 @@ class MemoryRegistry:
                 copied[-1] = dataclasses.replace(copied[-1], outcome=last_outcome)
             made = dataclasses.replace(
                 fork, model=parent.model, tokenizer_digest=parent.tokenizer_digest, tenant=parent.tenant,
-                n_tokens=len(_tokens(copied)), n_turns=len(copied), forked_from=session_id,
+                n_tokens=len(tokens_of(copied)), n_turns=len(copied), forked_from=session_id,
             )  # fmt: skip
             self._create(made)
             self._ledger.turns[made.session_id] = [dataclasses.replace(t, session_id=made.session_id) for t in copied]
@@ -134,7 +166,7 @@ class MemoryRegistry:
     async def session_tokens(self, session_id: str) -> TokenArray:
         self._check_open()
         self._session(session_id)
-        return _tokens(self._kept(session_id))
+        return tokens_of(self._kept(session_id))
 
     async def list_turns(self, session_id: str) -> list[TurnRecord]:
         self._check_open()
@@ -153,7 +185,12 @@ class MemoryRegistry:
 
     async def open_turns(self) -> list[TurnRecord]:
         self._check_open()
-        found = [t for turns in self._ledger.turns.values() for t in turns if t.outcome is None]
+        found = [
+            t
+            for turns in self._ledger.turns.values()
+            for t in turns
+            if t.outcome is None and not self._is_elsewhere(t.session_id)
+        ]
         return sorted(found, key=lambda t: (t.created_at_ms, t.session_id))
 
     async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
@@ -171,6 +208,7 @@ class MemoryRegistry:
                 )
             turns.append(turn)
             self._ledger.pixels |= pixels
+            self._ledger.owners[turn.session_id] = self.instance_id
             self._set(session, open_turn_id=turn.turn_id, updated_at_ms=turn.created_at_ms)
 
     async def pixels(self, content_hashes: Iterable[str]) -> dict[str, bytes]:
@@ -179,7 +217,7 @@ class MemoryRegistry:
 
     async def place_turn(self, session_id: str, turn_id: str, fingerprint: str) -> int:
         async with _Write(self):
-            number = self._open_turn(session_id, turn_id)
+            number = self._claim(session_id, turn_id)
             epoch = self._session(session_id).epoch + 1
             self._set(self._session(session_id), epoch=epoch)
             turns = self._ledger.turns[session_id]
@@ -190,7 +228,7 @@ class MemoryRegistry:
         self, session_id: str, turn_id: str, epoch: int, outcome: TurnOutcome, placements: Sequence[bytes], now_ms: int
     ) -> None:
         async with _Write(self):
-            number = self._open_turn(session_id, turn_id)
+            number = self._claim(session_id, turn_id)
             turns = self._ledger.turns[session_id]
             turn = turns[number]
             if turn.epoch != epoch:
@@ -214,7 +252,8 @@ class MemoryRegistry:
         }
 
     async def counts(self) -> RegistryCounts:
-        return RegistryCounts(n_sessions=len(self._ledger.sessions), n_open_turns=len(await self.open_turns()))
+        n_open = sum(bool(session.open_turn_id) for session in self._ledger.sessions.values())
+        return RegistryCounts(n_sessions=len(self._ledger.sessions), n_open_turns=n_open)
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -238,6 +277,19 @@ class MemoryRegistry:
     def _kept(self, session_id: str) -> list[TurnRecord]:
         return [t for t in self._ledger.turns[session_id] if t.outcome is not None and t.outcome.kept]
 
+    def _is_elsewhere(self, session_id: str) -> bool:
+        owner = self._ledger.owners.get(session_id)
+        return owner != self.instance_id and owner in self._ledger.living
+
+    def _claim(self, session_id: str, turn_id: str) -> int:
+        """The open turn's number among the session's, once it is ours."""
+        number = self._open_turn(session_id, turn_id)
+        if self._is_elsewhere(session_id):
+            address = self._ledger.living[self._ledger.owners[session_id]]
+            raise TurnElsewhere(session_id, turn_id, address)
+        self._ledger.owners[session_id] = self.instance_id
+        return number
+
     def _open_turn(self, session_id: str, turn_id: str) -> int:
         for number, turn in enumerate(self._ledger.turns.get(session_id, [])):
             if turn.turn_id == turn_id and turn.outcome is None:
@@ -258,8 +310,3 @@ class _Write:
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             await self._registry._disk()  # noqa: SLF001
-
-
-def _tokens(turns: Sequence[TurnRecord]) -> TokenArray:
-    pieces = [ids for t in turns if t.outcome is not None for ids in (t.prompt_ids, t.outcome.answer_ids)]
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What the coordinator remembers for ever, as a contract that any registry keeps (SQLite today).
+"""What the coordinator remembers for ever, as a contract that any registry keeps (SQLite, etcd).
 
 Rules that every implementation obeys, and that ``tests/coordinator/test_registry.py`` holds against each of them:
 
@@ -7,6 +7,8 @@ Rules that every implementation obeys, and that ``tests/coordinator/test_registr
 - The tokens of a session are the concatenation, in order, of ``prompt_ids`` and ``outcome.answer_ids`` of its *kept*
   turns (finished, and not by an error). They are the authority; text is never tokenised a second time.
 - A session has at most one open turn. ``epoch`` only grows: it is raised by ``place_turn``, before a node is asked.
+- An open turn is the coordinator's that began or claimed it. As long as that one lives, ``claim_turn``, ``place_turn``
+  and ``finish_turn`` of another raise TurnElsewhere; when it is gone, the first of them takes the turn over.
 - Writes compare before they set: ``begin_turn`` checks the length of the history it was computed from,
   ``finish_turn`` the epoch, so that two coordinators over one registry cannot overwrite each other.
 
@@ -195,13 +197,36 @@ class Registry(Protocol):
 
     @property
     def generation(self) -> int:
-        """Raised durably each time the registry is opened."""
+        """Nodes obey no coordinator of a lower one.
+
+        A registry for one coordinator raises it durably each time it is opened; those who share one share it.
+        """
+
+    @property
+    def instance_id(self) -> str:
+        """Of this coordinator among those who share the registry."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Other coordinators may have it open as well."""
 
     @property
     def is_new(self) -> bool:
         """Nothing was kept in it before."""
 
     async def close(self) -> None: ...
+
+    async def announce(self, address: str) -> None:
+        """Tell the others that share the registry where this coordinator serves."""
+
+    async def keeps_house(self) -> bool:
+        """Whether what one coordinator has to do for all is this one's to do now."""
+
+    async def claim_turn(self, session_id: str, turn_id: str) -> None:
+        """Make an open turn this coordinator's.
+
+        Raises UnknownSession, UnknownTurn, and TurnElsewhere for as long as another one that lives has it.
+        """
 
     async def create_session(self, session: SessionRecord) -> None:
         """Raises SessionExists."""
@@ -246,7 +271,7 @@ class Registry(Protocol):
         """The turn, or the latest one for an empty ``turn_id``. Raises UnknownSession, UnknownTurn."""
 
     async def open_turns(self) -> list[TurnRecord]:
-        """What a restarted coordinator has to go on with."""
+        """What a restarted coordinator has to go on with: those that no other one has."""
 
     async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
         """``pixels``: PNG files of the turn's pictures by content hash, kept once for all sessions that use them.
@@ -268,3 +293,15 @@ class Registry(Protocol):
         """Of finished turns, by turn_id. Raises UnknownSession."""
 
     async def counts(self) -> RegistryCounts: ...
+
+
+def tokens_of(turns: Iterable[TurnRecord]) -> TokenArray:
+    """Of those that are kept: int32 [n]."""
+    kept = [(turn.prompt_ids, turn.outcome.answer_ids) for turn in turns if turn.outcome and turn.outcome.kept]
+    pieces = [ids for pair in kept for ids in pair]
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32)
+
+
+def pictures_of(turns: Iterable[TurnRecord]) -> list[str]:
+    """The content hashes."""
+    return [picture.content_hash for turn in turns for picture in turn.pictures]

@@ -64,6 +64,8 @@ T = TypeVar("T")
 class SqliteRegistry:
     """A ``Registry``. Methods may be called from any task of one event loop; they run one after the other, in order."""
 
+    is_shared = False
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
@@ -71,6 +73,10 @@ class SqliteRegistry:
         self.coordinator_id = ""
         self.generation = 0
         self.is_new = False
+
+    @property
+    def instance_id(self) -> str:
+        return self.coordinator_id
 
     async def open(self, new_coordinator_id: str, *, first_generation: int = 1, generation_at_least: int = 0) -> Self:
         """Open or make the file and raise the generation. Raises StatePathInvalid, StateIncompatible.
@@ -111,6 +117,15 @@ class SqliteRegistry:
         with contextlib.suppress(RegistryUnavailable):  # closed already
             await self._in_thread(close_connection)
         self._thread.shutdown(wait=False)
+
+    async def announce(self, address: str) -> None:
+        """There is nobody to be told."""
+
+    async def keeps_house(self) -> bool:
+        return True
+
+    async def claim_turn(self, session_id: str, turn_id: str) -> None:
+        await self._read(lambda db: select_open_turn(db, session_id, turn_id))
 
     async def create_session(self, session: SessionRecord) -> None:
         await self._write(lambda db: insert_session(db, session))

@@ -44,6 +44,7 @@ STATUS_OF: Final[dict[str, grpc.StatusCode]] = {
     "draining": grpc.StatusCode.UNAVAILABLE,
     "lease_lost": grpc.StatusCode.UNAVAILABLE,
     "starting": grpc.StatusCode.UNAVAILABLE,
+    "turn_elsewhere": grpc.StatusCode.UNAVAILABLE,
     "queue_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "out_of_kv_memory": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "slow_client": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # cluster_kit.py, and scripted_worker.py, which is a program as well
 
 from cluster_kit import Cluster, Processes
+from etcd_cluster import BINARY, WHY_NOT, EtcdCluster
 
 from kvferry.coordinator.server import LoadedModel
 
@@ -19,6 +20,15 @@ from kvferry.coordinator.server import LoadedModel
 @pytest.fixture(scope="session")
 def model(smollm2_path: Path) -> LoadedModel:
     return LoadedModel.load(str(smollm2_path))
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One member for all tests; each uses a prefix of its own."""
+    if BINARY is None:
+        pytest.skip(WHY_NOT)
+    with EtcdCluster(tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster
 
 
 @pytest.fixture

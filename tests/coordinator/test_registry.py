@@ -27,6 +27,7 @@ from kvferry.coordinator.errors import (
     UnknownSession,
     UnknownTurn,
 )
+from kvferry.coordinator.etcd.registry import EtcdRegistry
 from kvferry.coordinator.memory_registry import Ledger, MemoryRegistry
 from kvferry.coordinator.registry import (
     AnswerForm,
@@ -58,14 +59,24 @@ async def open_memory(folder: Path) -> Registry:
     return await MemoryRegistry(LEDGERS.setdefault(folder, Ledger())).open("c1")
 
 
-@pytest.fixture(params=[open_sqlite, open_memory], ids=["sqlite", "memory"])
+@pytest.fixture(params=["sqlite", "memory", "etcd"])
 async def open_registry(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
     opened: list[Registry] = []
+    # asked for only where it is needed: where etcd is not installed, its tests alone are skipped
+    members = request.getfixturevalue("etcd").endpoints if request.param == "etcd" else []
+
+    async def open_one() -> Registry:
+        match request.param:
+            case "sqlite":
+                return await open_sqlite(tmp_path)
+            case "memory":
+                return await open_memory(tmp_path)
+        return await EtcdRegistry(members, prefix=tmp_path.name).open("c1")
 
     async def open_again() -> Registry:
         for registry in opened:
             await registry.close()
-        opened[:] = [await request.param(tmp_path)]
+        opened[:] = [await open_one()]
         return opened[0]
 
     yield open_again
@@ -158,9 +169,10 @@ async def test_the_form_of_an_answer_and_all_of_a_message_are_kept(open_registry
         assert kept.form == record.form
 
 
-async def test_each_opening_raises_the_generation_and_keeps_the_id(open_registry: Open) -> None:
-    seen = [((r := await open_registry()).coordinator_id, r.generation) for _ in range(3)]
-    assert seen == [("c1", 1), ("c1", 2), ("c1", 3)]
+async def test_each_opening_raises_the_generation_unless_it_is_shared_and_keeps_the_id(open_registry: Open) -> None:
+    registries = [await open_registry() for _ in range(3)]
+    seen = [(r.coordinator_id, r.generation) for r in registries]
+    assert seen == [("c1", 1), ("c1", 1), ("c1", 1)] if registries[0].is_shared else [("c1", 1), ("c1", 2), ("c1", 3)]
 
 
 async def test_a_new_file_begins_where_it_is_told_and_the_operator_can_only_raise_it(tmp_path: Path) -> None:

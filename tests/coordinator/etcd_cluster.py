@@ -1,0 +1,119 @@
+"""Real etcd members on the loopback, each a process that can be killed, stopped and started again on its data."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Self
+
+BINARY = shutil.which("etcd")
+WHY_NOT = "etcd is not installed (Debian: etcd-server)"
+
+READY_S = 30.0
+"""Members are ready within seconds; on a busy machine it may take longer, never this long."""
+
+
+def free_ports(n: int) -> list[int]:
+    """Nobody listens there now."""
+    sockets = [socket.socket() for _ in range(n)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+class EtcdCluster:
+    """Members ``0`` to ``n - 1``. Elections take about half a second, so that tests need not wait for real ones."""
+
+    def __init__(self, folder: Path, n_members: int = 1) -> None:
+        self._folder = folder
+        ports = free_ports(2 * n_members)
+        self._client_ports, self._peer_ports = ports[:n_members], ports[n_members:]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        for number in range(len(self._client_ports)):
+            self.start(number)
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in list(self._processes):
+            self.kill(number)
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [f"127.0.0.1:{port}" for port in self._client_ports]
+
+    @property
+    def url(self) -> str:
+        """For ``--registry``."""
+        return f"etcd://{','.join(self.endpoints)}"
+
+    def start(self, number: int) -> None:
+        client, peer = (f"http://127.0.0.1:{ports[number]}" for ports in (self._client_ports, self._peer_ports))
+        members = ",".join(f"m{i}=http://127.0.0.1:{port}" for i, port in enumerate(self._peer_ports))
+        with (self._folder / f"etcd{number}.log").open("ab") as log:
+            self._processes[number] = subprocess.Popen(
+                [
+                    str(BINARY), "--name", f"m{number}", "--data-dir", str(self._folder / f"etcd{number}"),
+                    "--listen-client-urls", client, "--advertise-client-urls", client,
+                    "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+                    "--initial-cluster", members, "--initial-cluster-state", "new",
+                    "--heartbeat-interval", "50", "--election-timeout", "500",
+                ],
+                stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def kill(self, number: int) -> None:
+        process = self._processes.pop(number)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def freeze(self, number: int) -> None:
+        os.kill(self._processes[number].pid, signal.SIGSTOP)
+
+    def thaw(self, number: int) -> None:
+        os.kill(self._processes[number].pid, signal.SIGCONT)
+
+    def wait_ready(self) -> None:
+        """Until every member that runs has a leader."""
+        for number in self._processes:
+            deadline = time.monotonic() + READY_S
+            while not self._is_healthy(number):
+                assert time.monotonic() < deadline, self.logs()
+                time.sleep(0.02)
+
+    def leader(self) -> int:
+        """The member that leads."""
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            for number in self._processes:
+                if "etcd_server_is_leader 1" in self._get(number, "metrics"):
+                    return number
+            time.sleep(0.02)
+        raise AssertionError(self.logs())
+
+    def logs(self) -> str:
+        return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self._folder.glob("etcd*.log")))
+
+    def _is_healthy(self, number: int) -> bool:
+        return '"true"' in self._get(number, "health")
+
+    def _get(self, number: int, page: str) -> str:
+        try:
+            url = f"http://127.0.0.1:{self._client_ports[number]}/{page}"
+            with urllib.request.urlopen(url, timeout=2) as response:
+                return response.read().decode()
+        except (urllib.error.URLError, OSError):
+            return ""
