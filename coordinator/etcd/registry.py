@@ -181,7 +181,7 @@ class EtcdRegistry:
         if copied and last_outcome is not None:
             copied[-1] = dataclasses.replace(copied[-1], outcome=last_outcome)
         made = dataclasses.replace(
-            fork, model=seen.record.model, tokenizer_digest=seen.record.tokenizer_digest,
+            fork, model=seen.record.model, tokenizer_digest=seen.record.tokenizer_digest, tenant=seen.record.tenant,
             n_tokens=len(tokens_of(copied)), n_turns=len(copied), forked_from=session_id,
         )  # fmt: skip
         await self.import_session(made, copied)
