@@ -15,7 +15,8 @@ from typing import Final
 import click
 
 from kvferry.simulator.fleet_model import BOARD_2B
-from kvferry.simulator.plan import RULES, FleetPlan, Planner
+from kvferry.simulator.plan import FleetPlan, Planner
+from kvferry.simulator.rules import RULES
 from kvferry.simulator.trace import KINDS, drawn
 
 RATES: Final[dict[str, tuple[float, ...]]] = {
@@ -59,7 +60,7 @@ def compared(kind: str, rate: float, n_sessions: int, n_seeds: int) -> tuple[dic
     for seed in range(1, n_seeds + 1):
         trace = drawn(KINDS[kind], n_sessions, rate, random.Random(seed))
         for name, rule in RULES.items():
-            outcome = Planner(FleetPlan(n_nodes=4, rates=BOARD_2B, spread=2.0), trace, rule, seed).run()
+            outcome = Planner(FleetPlan(n_nodes=4, rates=BOARD_2B, spread=2.0), trace, rule(), seed).run()
             means[name].append(outcome.mean_s)
             if name == "predicted":
                 errors.append(outcome.prediction_error)

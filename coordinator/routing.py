@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvferry.coordinator.membership import Member, Node, NodeState
@@ -107,6 +107,10 @@ class Choice:
         if not self.candidates:
             return "no node has registered"
         return "; ".join(f"{c.node_id}: {c.reason}" for c in self.candidates)
+
+
+Rule = Callable[[View, RouteRequest], Choice]
+"""``route``, or what it is compared with (``simulator/rules.py``)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from kvferry.coordinator.errors import CannotListen, CannotStart, RegistryUnavai
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
 from kvferry.coordinator.registry import Registry
+from kvferry.coordinator.routing import Rule, route
 from kvferry.coordinator.service import ChatService
 from kvferry.coordinator.snapshots import SnapshotView, check_store
 from kvferry.coordinator.sqlite_registry import SqliteRegistry
@@ -132,7 +133,9 @@ async def open_state(path: Path, generation_at_least: int = 0) -> AsyncIterator[
 
 
 @contextlib.asynccontextmanager
-async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Registry) -> AsyncIterator[str]:
+async def serve(
+    settings: CoordinatorSettings, model: LoadedModel, registry: Registry, rule: Rule = route
+) -> AsyncIterator[str]:
     """Serve on ``settings.listen``; yields the address with the real port. Raises CannotListen."""
     clock = time.monotonic
     fleet = Fleet(settings.lease, settings.stall, clock)
@@ -141,7 +144,7 @@ async def serve(settings: CoordinatorSettings, model: LoadedModel, registry: Reg
     around = Surroundings(
         registry=registry, fleet=fleet, transport=transport, snapshots=snapshots, background=background,
         end_token_ids=model.text.end_token_ids, clock=clock, wall_ms=wall_ms, settled=asyncio.Event(),
-        in_thread=asyncio.to_thread,
+        in_thread=asyncio.to_thread, rule=rule,
     )  # fmt: skip
     turns = Turns(
         model.text, around, TurnPolicy(max_losses=settings.max_losses, max_placements=settings.max_placements),

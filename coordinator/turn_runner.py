@@ -24,7 +24,7 @@ from kvferry.coordinator.membership import LostNode, Node, NodeState
 from kvferry.coordinator.pictures import spans_of
 from kvferry.coordinator.prediction import Prediction
 from kvferry.coordinator.registry import FinishReason, Registry, TokenArray
-from kvferry.coordinator.routing import Choice, route
+from kvferry.coordinator.routing import Choice, Rule, route
 from kvferry.coordinator.snapshots import StoredPrefixes
 from kvferry.coordinator.tasks import Background, Bell, first_of
 from kvferry.coordinator.tenants import marked
@@ -70,6 +70,8 @@ class Surroundings:
     in_thread: InThread
     # Set once nodes that outlived the last coordinator had time to register.
     settled: asyncio.Event
+    # Which node answers.
+    rule: Rule = route
 
 
 class TurnRunner:
@@ -129,7 +131,7 @@ class TurnRunner:
             stored = around.snapshots.longest_prefixes(token_ids, self._spans, self._namespace)
             places = tuple((span.start, span.start + span.length) for span in self._spans)
             wanted = dataclasses.replace(turn.route_request(), images=places)
-            choice = route(around.fleet.view(stored, self._with_answer(self._compared_ids)), wanted)
+            choice = around.rule(around.fleet.view(stored, self._with_answer(self._compared_ids)), wanted)
             if choice.member is not None:
                 self.obstacle = ""
                 break

@@ -36,7 +36,8 @@ def simulate(
 ) -> None:  # fmt: skip
     """Predict time to first token, reuse and bytes moved for a fleet, with the coordinator's own routing."""
     from kvferry.simulator.fleet_model import BOARD_2B
-    from kvferry.simulator.plan import RULES, FleetPlan, Planner
+    from kvferry.simulator.plan import FleetPlan, Planner
+    from kvferry.simulator.rules import RULES
     from kvferry.simulator.trace import KINDS, drawn, read_trace
 
     measured: dict[str, Any] = {
@@ -54,7 +55,7 @@ def simulate(
     click.echo(f"{nodes} boards, {len(plan)} sessions, {sum(len(s.turns) for s in plan)} turns")
     for name in RULES if compare else ["predicted"]:
         began = time.perf_counter()
-        outcome = Planner(fleet, plan, RULES[name], seed).run()
+        outcome = Planner(fleet, plan, RULES[name](), seed).run()
         click.echo(outcome_text(name, outcome, time.perf_counter() - began))
 
 

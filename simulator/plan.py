@@ -1,6 +1,6 @@
 """A trace over a fleet that need not exist: the coordinator's own ``route`` decides, modelled boards take their time.
 
-The same trace can be run under other rules, the ones that people use instead, to see what predicting is worth.
+The same trace can be run under other rules (``rules.py``), to see what predicting is worth.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import heapq
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from kvferry.coordinator.forecasts import Awaiting, Forecasts
 from kvferry.coordinator.membership import Load, Member, Node, NodeState
-from kvferry.coordinator.routing import Choice, RouteRequest, View, route
+from kvferry.coordinator.routing import RouteRequest, Rule, View
 from kvferry.proto.v1 import common_pb2
 from kvferry.simulator.fleet_model import BoardRates, Job, ModelBoard, SharedStore
 from kvferry.simulator.trace import SessionPlan
@@ -77,20 +77,6 @@ class _Session:
     node: str = ""
 
 
-@dataclasses.dataclass(slots=True)
-class Asked:
-    """A turn that needs a node, and everything a rule may look at."""
-
-    session: int
-    system: int
-    system_tokens: int
-    n_tokens: int
-    last_node: str
-
-
-Rule = Callable[["Planner", Asked], tuple[ModelBoard, Choice | None]]
-
-
 class Planner:
     """One run of one trace under one rule."""
 
@@ -121,7 +107,7 @@ class Planner:
                 )
             )
         self._members = [Member(node=node, state=NodeState.LIVE, silent_seconds=0.0) for node in self.nodes]
-        self.by_name = {board.name: (board, node) for board, node in zip(self.boards, self.nodes, strict=True)}
+        self._board_of = {board.name: board for board in self.boards}
         self._nodes_by_id = {node.node_id: node for node in self.nodes}
         # Kept up with each change, since a fleet of thousands cannot be counted for each question.
         self._n_placed: dict[str, int] = {}
@@ -147,14 +133,15 @@ class Planner:
         self.outcome.n_bytes_read = self.store.n_bytes_read
         return self.outcome
 
-    def view(self, asked: Asked) -> View:
+    def view(self, session: _Session) -> View:
         """What a coordinator knows of its fleet at this moment."""
-        stored = self.store.rows_for(asked.session, asked.system, asked.system_tokens)
+        plan = session.plan
+        stored = self.store.rows_for(session.number, plan.system, plan.system_tokens)
         return View(
             members=self._members,
             n_placed=self._n_placed,
-            n_stored={FINGERPRINT: min(stored, asked.n_tokens - 1)} if stored else {},
-            n_shared=self._shared.get(asked.system, {}),
+            n_stored={FINGERPRINT: min(stored, session.n_tokens - 1)} if stored else {},
+            n_shared=self._shared.get(plan.system, {}),
             forecasts=self.forecasts.of(self._nodes_by_id, self.now_s),
         )
 
@@ -163,24 +150,27 @@ class Planner:
         if session.next_turn == 0:
             session.n_tokens = plan.system_tokens
         session.n_tokens += turn.prompt_tokens
-        asked = Asked(session.number, plan.system, plan.system_tokens, session.n_tokens, session.node)
+        request = RouteRequest(
+            session_id=f"s{session.number}", n_tokens=session.n_tokens, n_context=session.n_tokens,
+            fingerprint=FINGERPRINT,
+        )  # fmt: skip
         began = time.perf_counter()
-        board, choice = self._rule(self, asked)
+        choice = self._rule(self.view(session), request)
         self.outcome.route_seconds += time.perf_counter() - began
-        prediction = choice.prediction if choice else None
+        if choice.member is None or choice.prediction is None:
+            raise AssertionError(choice.summary)
+        node, prediction = choice.member.node, choice.prediction
+        board = self._board_of[node.node_id]
         job = Job(
             session.number, plan.system, plan.system_tokens, session.n_tokens, turn.answer_tokens, self.now_s,
-            recompute=prediction is not None and prediction.recompute,
-            predicted_s=prediction.seconds if prediction else 0.0,
+            recompute=prediction.recompute, predicted_s=prediction.seconds,
         )  # fmt: skip
         self.outcome.n_switches += session.node not in {"", board.name}
         session.node = board.name
         session.n_tokens += turn.answer_tokens
         by_node = self.outcome.turns_by_node
         by_node[board.name] = by_node.get(board.name, 0) + 1
-        if prediction is not None:
-            node = self.by_name[board.name][1]
-            self._awaiting[id(job)] = self.forecasts.placed(node, prediction, board.n_turns, self.now_s)
+        self._awaiting[id(job)] = self.forecasts.placed(node, prediction, board.n_turns, self.now_s)
         self._catch_up(board)
         board.submit(job, self.now_s)
         self._note(board, plan.system, plan.system_tokens)
@@ -214,13 +204,11 @@ class Planner:
             out.n_resident += job.n_resident
             out.n_restored += job.n_restored
             out.n_computed += job.n_computed
-            if (awaiting := self._awaiting.pop(id(job), None)) is not None:
-                self.forecasts.reported(awaiting, report_of(job, self.now_s), self.now_s)
-                self.forecasts.first_token(awaiting, self.now_s)
-                self._decoding[id(job)] = awaiting
+            awaiting = self._decoding[id(job)] = self._awaiting.pop(id(job))
+            self.forecasts.reported(awaiting, report_of(job, self.now_s), self.now_s)
+            self.forecasts.first_token(awaiting, self.now_s)
         for job in ended:
-            if (awaiting := self._decoding.pop(id(job), None)) is not None:
-                self.forecasts.over(awaiting, self.now_s)
+            self.forecasts.over(self._decoding.pop(id(job)), self.now_s)
             self.forecasts.turn_ended(job.ends_s - job.first_token_s)
             session = self._sessions[job.session]
             turn = session.plan.turns[session.next_turn]
@@ -240,47 +228,3 @@ def report_of(job: Job, now_s: float) -> common_pb2.PrefixReport:
         queue_seconds=job.admitted_s - job.arrived_s, restore_seconds=job.restored_s - job.admitted_s,
         prefill_seconds=now_s - job.restored_s,
     )  # fmt: skip
-
-
-# The rules.
-
-
-def predicted(planner: Planner, asked: Asked) -> tuple[ModelBoard, Choice]:
-    """The coordinator's."""
-    request = RouteRequest(
-        session_id=f"s{asked.session}", n_tokens=asked.n_tokens, n_context=asked.n_tokens, fingerprint=FINGERPRINT
-    )
-    choice = route(planner.view(asked), request)
-    if choice.member is None:
-        raise AssertionError(choice.summary)
-    return planner.by_name[choice.member.node.node_id][0], choice
-
-
-def least_loaded(planner: Planner, asked: Asked) -> tuple[ModelBoard, None]:
-    """The node with the fewest turns."""
-    del asked
-    return min(planner.boards, key=lambda b: (b.n_turns, b.name)), None
-
-
-def sticky(planner: Planner, asked: Asked) -> tuple[ModelBoard, None]:
-    """A session stays where its first turn went, which was the least loaded node then."""
-    if asked.last_node:
-        return planner.by_name[asked.last_node][0], None
-    return least_loaded(planner, asked)
-
-
-def longest_prefix(planner: Planner, asked: Asked) -> tuple[ModelBoard, None]:
-    """The node that has most of it in memory, the least loaded among equals."""
-
-    def rank(board: ModelBoard) -> tuple[int, int, str]:
-        return -board.rows_for(asked.session, asked.system, asked.system_tokens), board.n_turns, board.name
-
-    return min(planner.boards, key=rank), None
-
-
-RULES: Final[dict[str, Rule]] = {
-    "predicted": predicted,
-    "sticky": sticky,
-    "longest prefix": longest_prefix,
-    "least loaded": least_loaded,
-}

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from kvferry.simulator.cli import simulate
 from kvferry.simulator.fleet_model import BOARD_2B, Job, ModelBoard, SharedStore
-from kvferry.simulator.plan import RULES, FleetPlan, Outcome, Planner
+from kvferry.simulator.plan import FleetPlan, Outcome, Planner
+from kvferry.simulator.rules import RULES
 from kvferry.simulator.trace import KINDS, BadTrace, drawn, read_trace, written
 
 
@@ -22,7 +23,7 @@ def outcomes(kind: str, rate: float, n_sessions: int, seeds: tuple[int, ...]) ->
         trace = drawn(KINDS[kind], n_sessions, rate, random.Random(seed))
         for name, rule in RULES.items():
             fleet = FleetPlan(n_nodes=4, rates=BOARD_2B, spread=2.0)
-            found.setdefault(name, []).append(Planner(fleet, trace, rule, seed).run())
+            found.setdefault(name, []).append(Planner(fleet, trace, rule(), seed).run())
     return found
 
 
@@ -47,7 +48,7 @@ def test_no_kind_of_traffic_is_much_worse_off_than_under_the_best_other_rule(kin
 def test_every_turn_is_answered_once_under_every_rule() -> None:
     trace = drawn(KINDS["bursts"], 20, 0.05, random.Random(3))
     for rule in RULES.values():
-        outcome = Planner(FleetPlan(n_nodes=3, rates=BOARD_2B), trace, rule).run()
+        outcome = Planner(FleetPlan(n_nodes=3, rates=BOARD_2B), trace, rule()).run()
         assert len(outcome.first_token_s) == sum(len(s.turns) for s in trace)
         assert outcome.n_tokens == outcome.n_resident + outcome.n_restored + outcome.n_computed
         assert sum(outcome.turns_by_node.values()) == len(outcome.first_token_s)

@@ -12,11 +12,12 @@ import pytest
 from kvferry.coordinator.errors import IndexOutOfRange
 from kvferry.coordinator.registry import Message, SessionRecord
 from kvferry.coordinator.requests import SAMPLING_DEFAULTS, TurnRequest
+from kvferry.coordinator.routing import Choice, RouteRequest, View, route
 from kvferry.simulator import virtual_time
 from kvferry.simulator.board import Speed
 from kvferry.simulator.coordinator import SimulatedCoordinator
 from kvferry.simulator.fleet_model import BOARD_2B
-from kvferry.simulator.plan import Asked, FleetPlan, Planner, predicted
+from kvferry.simulator.plan import FleetPlan, Planner
 from kvferry.simulator.storm import Storm
 from kvferry.simulator.trace import SessionPlan, TurnPlan
 
@@ -32,13 +33,14 @@ def test_a_prefix_that_all_share_does_not_make_one_node_do_all_the_work() -> Non
     ]
     idle_beside_a_queue = []
 
-    def watched(planner: Planner, asked: Asked) -> object:
+    def watched(view: View, request: RouteRequest) -> Choice:
         loads = [board.n_turns for board in planner.boards]
         waiting = [len(board.queue) for board in planner.boards]
         idle_beside_a_queue.append(min(loads) == 0 and max(waiting) > 2)
-        return predicted(planner, asked)
+        return route(view, request)
 
-    outcome = Planner(FleetPlan(n_nodes=3, rates=BOARD_2B, spread=1.0), plans, watched).run()
+    planner = Planner(FleetPlan(n_nodes=3, rates=BOARD_2B, spread=1.0), plans, watched)
+    outcome = planner.run()
     turns = outcome.turns_by_node
     assert sum(turns.values()) == 1_000
     assert max(turns.values()) / min(turns.values()) <= 2, turns
