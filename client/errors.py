@@ -112,6 +112,10 @@ class NotFound(ClientError):
     code = "not_found"
 
 
+class UnknownModel(NotFound):
+    code = "unknown_model"
+
+
 class UnknownSession(NotFound):
     code = "unknown_session"
 

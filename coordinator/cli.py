@@ -17,7 +17,7 @@ def coordinator() -> None:
 
 
 @coordinator.command()
-@click.option("--model", help="A fetched name, a GGUF file or a folder; the same as the nodes'.")
+@click.option("--model", multiple=True, help="A fetched name, a GGUF file or a folder, as the nodes'. [repeatable]")
 @click.option("--listen", metavar="HOST:PORT", help="Where clients and nodes reach it. [default: 127.0.0.1:7070]")
 @click.option("--state", type=click.Path(path_type=Path), help="Its own folder, on a local disk.")
 @click.option("--store", metavar="PLACE", help="The shared snapshot folder, or s3://BUCKET/PREFIX; read only here.")
@@ -52,7 +52,8 @@ def run(config: Path | None, log_level: str, **options: Any) -> None:
 
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("stamina").setLevel(logging.ERROR)  # it tells each attempt and not why; we tell why, once
-    options["share_prefixes"] = options["share_prefixes"] or None  # none given: as the settings file has it
+    for repeatable in ("model", "share_prefixes"):
+        options[repeatable] = options[repeatable] or None  # none given: as the settings file has it
     settings = CoordinatorSettings.load(config, options)
     settings.check_here()
     if settings.ready_file is not None:

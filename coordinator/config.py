@@ -28,8 +28,9 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
         env_prefix="KVFERRY_COORDINATOR_", extra="forbid", frozen=True, protected_namespaces=()
     )
 
-    # A fetched name, a GGUF file or a folder; only its tokenizer and its template are used.
-    model: str
+    # Fetched names, GGUF files or folders; only their tokenizers and templates are used. The first one is that of
+    # sessions that name none.
+    model: Annotated[tuple[str, ...], pydantic_settings.NoDecode, Field(min_length=1)]
     listen: str = "127.0.0.1:7070"
     state: Path
     # The shared snapshots, a folder or s3://BUCKET/PREFIX, read only; without them routing does not know what can be
@@ -64,6 +65,11 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     # good.
     generation: Annotated[int, Field(ge=0, lt=2**63)] = 0
     ready_file: Path | None = None
+
+    @pydantic.field_validator("model", mode="before")
+    @classmethod
+    def _is_one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
 
     @pydantic.field_validator("listen")
     @classmethod

@@ -61,6 +61,10 @@ class IndexOutOfRange(BadRequest):
     code = "index_out_of_range"
 
 
+class UnknownModel(BadRequest):
+    code = "unknown_model"
+
+
 class UnknownSession(BadRequest):
     code = "unknown_session"
 

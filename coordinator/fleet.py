@@ -60,9 +60,13 @@ class Fleet:
     def members(self) -> tuple[Member, ...]:
         return self._membership.members(self._clock())
 
-    def check_sight(self) -> None:
-        """Raises NoVision when there are nodes, and none of them could ever take a turn with images."""
-        nodes = [member.node for member in self.members() if member.state is not NodeState.DEAD]
+    def serving(self, model: str) -> list[Node]:
+        """The nodes of a model that are not dead."""
+        return [m.node for m in self.members() if m.node.model == model and m.state is not NodeState.DEAD]
+
+    def check_sight(self, model: str) -> None:
+        """Raises NoVision when the model has nodes, and none of them could ever take a turn with images."""
+        nodes = self.serving(model)
         if nodes and not any(node.sees_images for node in nodes):
             raise NoVision("no node of this cluster has a vision tower: send text only, or start nodes that see")
 

@@ -6,9 +6,10 @@ import dataclasses
 import logging
 
 from kvferry.coordinator import requests
-from kvferry.coordinator.errors import BadRequest, ModelMismatch
+from kvferry.coordinator.errors import BadRequest
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.membership import Load
+from kvferry.coordinator.models import Models, ServedModel
 from kvferry.coordinator.snapshots import SnapshotNews
 from kvferry.coordinator.wire import Context, load_of, node_of, resident_of, unary
 from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
@@ -39,20 +40,20 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     fleet: Fleet
     snapshots: SnapshotNews
     generation: int
-    model_name: str
-    tokenizer_digest: str
+    models: Models
     _told_of_store: set[str] = dataclasses.field(default_factory=set)  # boots that were warned about
 
     @unary
     async def Register(self, request: fleet_pb2.RegisterRequest, context: Context) -> fleet_pb2.RegisterResponse:
-        self._check(request)
-        replaced = self.fleet.register(node_of(request, self.snapshots.which_store()))
+        model = self._check(request)
+        node = dataclasses.replace(node_of(request, self.snapshots.which_store()), model=model.name)
+        replaced = self.fleet.register(node)
         g = request.geometry
         geometry = KvGeometry(g.n_layers, g.n_kv_heads, g.head_dim, g.block_size)
         self.snapshots.watch(request.fingerprint, geometry, request.vocabulary_size)
         logger.info(
-            "node %s registered at %s (fingerprint %s, %d resident sessions%s)",
-            request.node_id, request.address, request.fingerprint, len(request.resident),
+            "node %s registered at %s (%s, fingerprint %s, %d resident sessions%s)",
+            request.node_id, request.address, model.name, request.fingerprint, len(request.resident),
             ", a new start" if replaced else "",
         )  # fmt: skip
         return fleet_pb2.RegisterResponse(
@@ -79,16 +80,12 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         logger.info("node %s left", request.node_id)
         return fleet_pb2.DeregisterResponse()
 
-    def _check(self, request: fleet_pb2.RegisterRequest) -> None:
-        """Raises InvalidName, BadRequest, ModelMismatch."""
+    def _check(self, request: fleet_pb2.RegisterRequest) -> ServedModel:
+        """The model that it serves. Raises InvalidName, BadRequest, ModelMismatch."""
         requests.name("node_id", request.node_id)
         if not request.boot_id or ":" not in request.address or not request.fingerprint or not request.context_length:
             raise BadRequest(
                 "a node has to name its boot_id, its address (host:port), its fingerprint and its context_length"
             )
         # not the vocabulary's size: a model may have rows of padding that its tokenizer does not know
-        if request.tokenizer_digest != self.tokenizer_digest:
-            raise ModelMismatch(
-                f"node {request.node_id} serves {request.model or 'a model without a name'} with another tokenizer or "
-                f"chat template than {self.model_name}, which this coordinator serves: start both with the same --model"
-            )
+        return self.models.of_node(request.node_id, request.model, request.tokenizer_digest)

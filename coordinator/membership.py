@@ -71,6 +71,7 @@ class Node:
     # Differs for every start of the process.
     boot_id: str
     address: str
+    # The coordinator's name for it.
     model: str
     fingerprint: str
     context_length: int

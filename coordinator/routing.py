@@ -42,6 +42,8 @@ class RouteRequest:
     """What a turn needs of a node."""
 
     session_id: str
+    # That the session speaks to; empty: any, in a fleet of one.
+    model: str = ""
     # Prompt and answer tokens so far; at least one of them is always computed.
     n_tokens: int
     # Tokens that the turn may reach.
@@ -242,6 +244,8 @@ def obstacle(member: Member, request: RouteRequest) -> str | None:
 
 def unfit(node: Node, request: RouteRequest) -> str | None:
     """Why this node could not take the turn even if it were idle, or None."""
+    if request.model and node.model != request.model:
+        return f"it serves {node.model}, and the session speaks to {request.model}"
     if request.fingerprint and node.fingerprint != request.fingerprint:
         return "the turn began under another fingerprint"
     if request.images and not node.sees_images:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -19,10 +18,11 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.coordinator.config import IMAGE_TOKENS, CoordinatorSettings
+from kvferry.coordinator.config import CoordinatorSettings
 from kvferry.coordinator.errors import CannotListen, CannotStart, RegistryUnavailable
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
+from kvferry.coordinator.loaded_model import LoadedModel, load_all, served
 from kvferry.coordinator.registry import Registry
 from kvferry.coordinator.routing import Rule, route
 from kvferry.coordinator.service import ChatService
@@ -34,11 +34,6 @@ from kvferry.coordinator.transport import GrpcTransport
 from kvferry.coordinator.turn import TurnPolicy
 from kvferry.coordinator.turn_runner import Surroundings
 from kvferry.coordinator.turns import Turns
-from kvferry.engine.config import VisionConfig
-from kvferry.engine.files.open_model import open_model
-from kvferry.engine.files.resolve import resolve_model
-from kvferry.engine.text.grammar import Grammars
-from kvferry.engine.text.model import TextModel
 from kvferry.proto.address import parse_address, why_not_listen
 from kvferry.proto.channel import server_options
 from kvferry.proto.malformed import MalformedRefused
@@ -60,44 +55,17 @@ CHAT_SERVICE: Final = chat_pb2.DESCRIPTOR.services_by_name["ChatService"].full_n
 FLEET_SERVICE: Final = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """What the coordinator needs of a model: its text side and how much its context holds."""
-
-    text: TextModel
-    context_length: int
-    # How it looks at images, or None.
-    vision: VisionConfig | None = None
-
-    @classmethod
-    def load(cls, name_or_path: str, image_tokens: int = IMAGE_TOKENS) -> LoadedModel:
-        """Raises what ``resolve_model``, ``open_model`` and ``TextModel.load`` raise: each one sentence.
-
-        ``image_tokens``: that one image may take at most; larger ones are scaled down further.
-        """
-        path = resolve_model(name_or_path)
-        config = open_model(path).config
-        vision = None if config.vision is None else at_most(config.vision, image_tokens)
-        return cls(text=TextModel.load(path), context_length=config.context_length, vision=vision)
-
-
-def at_most(vision: VisionConfig, image_tokens: int) -> VisionConfig:
-    """The same with smaller images, if the model's own limit is larger."""
-    n_pixels = image_tokens * (vision.patch_size * vision.merge_size) ** 2
-    image = vision.image
-    image = dataclasses.replace(
-        image, max_pixels=min(image.max_pixels, n_pixels), min_pixels=min(image.min_pixels, n_pixels)
-    )
-    return dataclasses.replace(vision, image=image)
-
-
 async def run(settings: CoordinatorSettings) -> None:
     """The whole life of a coordinator. Raises CannotStart, and what loading the model raises."""
     stop = stop_on_signals()
     check_store(settings.store_place)
-    model = await asyncio.to_thread(LoadedModel.load, settings.model, settings.image_tokens)
-    async with open_state(settings.state, settings.generation) as registry, serve(settings, model, registry) as address:
-        logger.info("serving %s on %s, generation %d", model.text.model_name, address, registry.generation)
+    models = await asyncio.to_thread(load_all, settings.model, settings.image_tokens)
+    async with (
+        open_state(settings.state, settings.generation) as registry,
+        serve(settings, models, registry) as address,
+    ):
+        names = ", ".join(model.text.model_name for model in models)
+        logger.info("serving %s on %s, generation %d", names, address, registry.generation)
         tell_ready(settings.ready_file, address, registry.coordinator_id)
         await stop.wait()
         logger.info("stopping")
@@ -134,38 +102,34 @@ async def open_state(path: Path, generation_at_least: int = 0) -> AsyncIterator[
 
 @contextlib.asynccontextmanager
 async def serve(
-    settings: CoordinatorSettings, model: LoadedModel, registry: Registry, rule: Rule = route
+    settings: CoordinatorSettings, loaded: Sequence[LoadedModel], registry: Registry, rule: Rule = route
 ) -> AsyncIterator[str]:
-    """Serve on ``settings.listen``; yields the address with the real port. Raises CannotListen."""
+    """Serve on ``settings.listen``; yields the address with the real port. Raises CannotListen, InvalidSettings."""
+    models = served(loaded)
     clock = time.monotonic
     fleet = Fleet(settings.lease, settings.stall, clock)
     snapshots = SnapshotView(settings.store_place)
     transport, background = GrpcTransport(), Background()
     around = Surroundings(
         registry=registry, fleet=fleet, transport=transport, snapshots=snapshots, background=background,
-        end_token_ids=model.text.end_token_ids, clock=clock, wall_ms=wall_ms, settled=asyncio.Event(),
-        in_thread=asyncio.to_thread, rule=rule,
+        clock=clock, wall_ms=wall_ms, settled=asyncio.Event(), in_thread=asyncio.to_thread, rule=rule,
     )  # fmt: skip
     turns = Turns(
-        model.text, around, TurnPolicy(max_losses=settings.max_losses, max_placements=settings.max_placements),
-        context_length=model.context_length, no_node_wait_seconds=settings.no_node_wait,
-        max_open_turns=settings.max_open_turns, check_grammar=Grammars(model.text).check,
-        vision=model.vision, sharing=settings.sharing,
+        models, around, TurnPolicy(max_losses=settings.max_losses, max_placements=settings.max_placements),
+        no_node_wait_seconds=settings.no_node_wait, max_open_turns=settings.max_open_turns, sharing=settings.sharing,
     )  # fmt: skip
     server = grpc.aio.server(
         interceptors=[MalformedRefused()], options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
     )
     chat_pb2_grpc.add_ChatServiceServicer_to_server(
         ChatService(
-            turns=turns, registry=registry, fleet=fleet, snapshots=snapshots, model_name=model.text.model_name,
-            tokenizer_digest=model.text.digest, sees_images=model.vision is not None, started_s=clock(), clock=clock,
-            wall_ms=wall_ms,
+            turns=turns, registry=registry, fleet=fleet, snapshots=snapshots, models=models,
+            started_s=clock(), clock=clock, wall_ms=wall_ms,
         ), server,
     )  # fmt: skip
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(
         FleetService(
-            fleet=fleet, snapshots=snapshots, generation=registry.generation, model_name=model.text.model_name,
-            tokenizer_digest=model.text.digest,
+            fleet=fleet, snapshots=snapshots, generation=registry.generation, models=models
         ), server,
     )  # fmt: skip
     health_servicer = add_health_and_reflection(server)

@@ -12,11 +12,20 @@ from uuid import uuid4
 from kvferry.coordinator import requests
 from kvferry.coordinator.errors import BadRequest
 from kvferry.coordinator.fleet import Fleet
+from kvferry.coordinator.models import Models, ServedModel
 from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord
 from kvferry.coordinator.snapshots import SnapshotView
 from kvferry.coordinator.turn import Phase
 from kvferry.coordinator.turns import Turns
-from kvferry.coordinator.wire import Context, node_message, session_message, streaming, turn_message, unary
+from kvferry.coordinator.wire import (
+    Context,
+    model_message,
+    node_message,
+    session_message,
+    streaming,
+    turn_message,
+    unary,
+)
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc
 
 
@@ -28,9 +37,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     registry: Registry
     fleet: Fleet
     snapshots: SnapshotView
-    model_name: str
-    tokenizer_digest: str
-    sees_images: bool
+    models: Models
     started_s: float
     clock: Callable[[], float]
     wall_ms: Callable[[], int]
@@ -39,7 +46,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     async def CreateSession(
         self, request: chat_pb2.CreateSessionRequest, context: Context
     ) -> chat_pb2.CreateSessionResponse:
-        record = self._new_session(request.session_id, request.tenant)
+        record = self._new_session(request.session_id, self.models.named(request.model), request.tenant)
         await self.registry.create_session(record)
         return chat_pb2.CreateSessionResponse(session=self._session(record))
 
@@ -72,7 +79,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         n_tokens = request.n_tokens if request.HasField("n_tokens") else None
         if n_turns is not None and n_tokens is not None:
             raise BadRequest("n_turns and n_tokens both say where the fork begins: give one of them")
-        new_session = self._new_session(request.new_session_id)
+        new_session = self._new_session(request.new_session_id, self.models.default)  # it gets its parent's
         fork = await self.turns.fork_session(session_id, new_session, n_turns, n_tokens)
         return chat_pb2.ForkSessionResponse(session=self._session(fork))
 
@@ -112,12 +119,18 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         return chat_pb2.ListNodesResponse(nodes=[node_message(m) for m in self.fleet.members()])
 
     @unary
+    async def ListModels(self, request: chat_pb2.ListModelsRequest, context: Context) -> chat_pb2.ListModelsResponse:
+        return chat_pb2.ListModelsResponse(
+            models=[model_message(model, self.fleet.serving(model.name)) for model in self.models]
+        )
+
+    @unary
     async def GetStatus(self, request: chat_pb2.GetStatusRequest, context: Context) -> chat_pb2.GetStatusResponse:
         counts = await self.registry.counts()
         accuracy = self.fleet.forecasts.accuracy()
         return chat_pb2.GetStatusResponse(
             version=importlib.metadata.version("kvferry"),
-            model=self.model_name,
+            model=self.models.default.name,
             coordinator_id=self.registry.coordinator_id,
             generation=self.registry.generation,
             uptime_seconds=self.clock() - self.started_s,
@@ -132,15 +145,16 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
             prediction_error_median=accuracy.error,
             predicted_seconds_median=accuracy.predicted_seconds,
             first_token_seconds_median=accuracy.actual_seconds,
-            sees_images=self.sees_images,
+            sees_images=self.models.default.sees_images,
+            models=[model.name for model in self.models],
         )
 
-    def _new_session(self, session_id: str, tenant: str = "") -> SessionRecord:
+    def _new_session(self, session_id: str, model: ServedModel, tenant: str = "") -> SessionRecord:
         chosen = requests.name("session_id", session_id) if session_id else uuid4().hex
         now_ms = self.wall_ms()
         return SessionRecord(
-            session_id=chosen, model=self.model_name, tokenizer_digest=self.tokenizer_digest,
-            created_at_ms=now_ms, updated_at_ms=now_ms, tenant=requests.name("tenant", tenant) if tenant else "",
+            session_id=chosen, model=model.name, tokenizer_digest=model.text.digest, created_at_ms=now_ms,
+            updated_at_ms=now_ms, tenant=requests.name("tenant", tenant) if tenant else "",
         )  # fmt: skip
 
     def _session(self, record: SessionRecord) -> chat_pb2.Session:

@@ -16,7 +16,7 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 import stamina
 
-from kvferry.coordinator.conversation import History
+from kvferry.coordinator.conversation import History, TextSide
 from kvferry.coordinator.errors import RegistryUnavailable, UnknownTurn
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.forecasts import Awaiting
@@ -62,7 +62,6 @@ class Surroundings:
     transport: WorkerTransport
     snapshots: StoredPrefixes
     background: Background
-    end_token_ids: tuple[int, ...]
     # Seconds of a clock that does not jump.
     clock: Callable[[], float]
     wall_ms: Callable[[], int]
@@ -75,10 +74,16 @@ class Surroundings:
 
 
 class TurnRunner:
-    """Runs ``turn`` to its end. ``history``: of its session, before this turn. ``namespace``: whose rows it reuses."""
+    """Runs ``turn`` to its end.
 
-    def __init__(self, turn: Turn, history: History, around: Surroundings, namespace: str = "") -> None:
+    ``history``: of its session, before this turn. ``model``: that it speaks to. ``namespace``: whose rows it reuses.
+    """
+
+    def __init__(
+        self, turn: Turn, history: History, model: TextSide, around: Surroundings, namespace: str = ""
+    ) -> None:
         self.turn = turn
+        self._model = model
         # Rings after every event, for subscribers.
         self.changed = Bell()
         # Why nobody works on it, while that is so; empty when a node has it or is about to.
@@ -130,7 +135,7 @@ class TurnRunner:
             token_ids = self._token_ids()
             stored = around.snapshots.longest_prefixes(token_ids, self._spans, self._namespace)
             places = tuple((span.start, span.start + span.length) for span in self._spans)
-            wanted = dataclasses.replace(turn.route_request(), images=places)
+            wanted = dataclasses.replace(turn.route_request(), model=self._model.model_name, images=places)
             choice = around.rule(around.fleet.view(stored, self._with_answer(self._compared_ids)), wanted)
             if choice.member is not None:
                 self.obstacle = ""
@@ -317,7 +322,7 @@ class TurnRunner:
             n_prompt_tokens=record.n_prompt_tokens,
             sampling=common_pb2.SamplingSettings.FromString(record.sampling),
             max_tokens=record.max_tokens,
-            end_token_ids=self._around.end_token_ids,
+            end_token_ids=self._model.end_token_ids,
             recompute=recompute,
             grammar=record.form.grammar,
             images=images,

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from typing import Final
 from uuid import uuid4
 
-from kvferry.coordinator.conversation import History, ModelAnswerText, TextSide
+from kvferry.coordinator.conversation import History, ModelAnswerText
 from kvferry.coordinator.cutting import cut_at
 from kvferry.coordinator.errors import (
     InvalidMessage,
@@ -25,9 +25,8 @@ from kvferry.coordinator.errors import (
     UnknownSession,
     UnknownTurn,
 )
-from kvferry.coordinator.forms import Preparation
 from kvferry.coordinator.membership import NodeState
-from kvferry.coordinator.pictures import PictureReader
+from kvferry.coordinator.models import Models, ServedModel
 from kvferry.coordinator.reading import check_index, is_whole, stopping
 from kvferry.coordinator.registry import SessionRecord, TurnRecord
 from kvferry.coordinator.requests import TurnRequest, answer_budget
@@ -35,7 +34,6 @@ from kvferry.coordinator.tenants import ALONE, Sharing
 from kvferry.coordinator.turn import Phase, Turn, TurnPolicy
 from kvferry.coordinator.turn_events import replay
 from kvferry.coordinator.turn_runner import Surroundings, TurnRunner
-from kvferry.engine.config import VisionConfig
 from kvferry.proto.v1 import chat_pb2
 
 Key = tuple[str, str]
@@ -54,26 +52,21 @@ class Turns:
 
     def __init__(
         self,
-        model: TextSide,
+        models: Models,
         around: Surroundings,
         policy: TurnPolicy,
         *,
-        context_length: int,
         no_node_wait_seconds: float,
         max_open_turns: int,
-        check_grammar: Callable[[str], None],
-        vision: VisionConfig | None = None,
         sharing: Sharing = ALONE,
         new_id: Callable[[], str] = lambda: uuid4().hex,
     ) -> None:
         self.n_failovers = 0
         self.n_finished = 0
-        self._model = model
-        self._preparation = Preparation(model, check_grammar, PictureReader(vision, model.model_name))
+        self._models = models
         self._around = around
         self._policy = policy
         self._sharing = sharing
-        self._context_length = context_length
         self._no_node_wait_s = no_node_wait_seconds
         self._max_open_turns = max_open_turns
         self._new_id = new_id
@@ -92,7 +85,7 @@ class Turns:
         n_resumed = 0
         for record in await self._around.registry.open_turns():
             try:
-                session = await self._own_session(record.session_id)
+                session, _ = await self._own_session(record.session_id)
             except ModelMismatch as e:
                 logger.warning("turn %s stays open: %s", record.turn_id, e)
                 continue
@@ -116,8 +109,8 @@ class Turns:
             if (known := await self._known(request)) is not None:
                 return known
             with self._place_among_open_turns():
-                session = await self._own_session(request.session_id)
-                record, history, pixels = await self._new_record(session, request)
+                session, model = await self._own_session(request.session_id)
+                record, history, pixels = await self._new_record(session, model, request)
                 await self._around.registry.begin_turn(record, pixels)
                 if self._stopping.is_set():
                     raise stopping()  # it is open in the registry: the next start takes it up
@@ -145,10 +138,10 @@ class Turns:
         """
         if (runner := self._runners.get(key)) is None:  # a turn that is alive needs no look at the registry
             record = await self._around.registry.get_turn(*key)
-            await self._own_session(record.session_id)
+            _, model = await self._own_session(record.session_id)
             runner = await self._adopt(key)
             if runner is None:
-                for event in await self._replayed(record, from_index):
+                for event in await self._replayed(record, model, from_index):
                     yield event
                 return
         check_index(from_index, runner.turn.record.max_tokens)
@@ -211,10 +204,10 @@ class Turns:
         registry = self._around.registry
         if n_tokens is None:
             return await registry.fork_session(session_id, fork, n_turns)
-        await self._own_session(session_id)
+        _, model = await self._own_session(session_id)
         kept = [t for t in await registry.list_turns(session_id) if t.outcome is not None and t.outcome.kept]
         cut = await self._around.in_thread(
-            lambda: cut_at(kept, n_tokens, lambda turn: ModelAnswerText(self._model, turn.stop))
+            lambda: cut_at(kept, n_tokens, lambda turn: ModelAnswerText(model.text, turn.stop))
         )
         return await registry.fork_session(session_id, fork, cut.n_turns, cut.last_outcome)
 
@@ -275,18 +268,13 @@ class Turns:
             )
         return record.session_id, record.turn_id
 
-    async def _own_session(self, session_id: str) -> SessionRecord:
-        """The session, if its tokens are this model's. Raises UnknownSession, ModelMismatch."""
+    async def _own_session(self, session_id: str) -> tuple[SessionRecord, ServedModel]:
+        """A session, and the model that it speaks to. Raises UnknownSession, ModelMismatch."""
         session = await self._around.registry.get_session(session_id)
-        if session.tokenizer_digest != self._model.digest:
-            raise ModelMismatch(
-                f"session {session_id} was begun with {session.model}, whose tokens {self._model.model_name} does not "
-                "understand: start the coordinator with the session's model, or begin a new session"
-            )
-        return session
+        return session, self._models.of_session(session)
 
     async def _new_record(
-        self, session: SessionRecord, request: TurnRequest
+        self, session: SessionRecord, model: ServedModel, request: TurnRequest
     ) -> tuple[TurnRecord, History, Mapping[str, bytes]]:
         if session.open_turn_id:
             raise SessionBusy(
@@ -298,10 +286,10 @@ class Turns:
             )
         turns = await self._around.registry.list_turns(request.session_id)
         history = History.of(turns)
-        prepared = await self._preparation.prepare(self._around.in_thread, request, turns, history)
+        prepared = await model.preparation.prepare(self._around.in_thread, request, turns, history)
         n_prompt_tokens = len(history.token_ids) + len(prepared.prompt_ids)
         if history.pictures or prepared.pictures:
-            self._around.fleet.check_sight()
+            self._around.fleet.check_sight(model.name)
         record = TurnRecord(
             session_id=request.session_id,
             turn_id=request.turn_id or self._new_id(),
@@ -309,7 +297,7 @@ class Turns:
             n_history_tokens=len(history.token_ids),
             prompt_ids=prepared.prompt_ids,
             sampling=request.sampling.SerializeToString(deterministic=True),
-            max_tokens=answer_budget(n_prompt_tokens, request.max_tokens, self._contexts()),
+            max_tokens=answer_budget(n_prompt_tokens, request.max_tokens, self._contexts(model)),
             stop=request.stop,
             digest=request.digest,
             created_at_ms=self._around.wall_ms(),
@@ -321,9 +309,9 @@ class Turns:
     async def _history(self, session_id: str) -> History:
         return History.of(await self._around.registry.list_turns(session_id))
 
-    def _contexts(self) -> Sequence[int]:
-        members = [m for m in self._around.fleet.members() if m.state is not NodeState.DEAD]
-        return [min(m.node.context_length, self._context_length) for m in members] or [self._context_length]
+    def _contexts(self, model: ServedModel) -> Sequence[int]:
+        nodes = self._around.fleet.serving(model.name)
+        return [min(node.context_length, model.context_length) for node in nodes] or [model.context_length]
 
     async def _adopt(self, key: Key) -> TurnRunner | None:
         """Take up a turn that is open in the registry and that nobody runs; None for one that is over.
@@ -339,9 +327,9 @@ class Turns:
             return self._runners.get(key)
 
     def _start(self, session: SessionRecord, record: TurnRecord, history: History, *, resumed: bool) -> None:
-        text = ModelAnswerText(self._model, record.stop)
-        turn = Turn(record, text, self._policy, self._around.clock(), resumed=resumed)
-        runner = TurnRunner(turn, history, self._around, self._sharing.namespace(session.tenant))
+        model = self._models.of_session(session).text
+        turn = Turn(record, ModelAnswerText(model, record.stop), self._policy, self._around.clock(), resumed=resumed)
+        runner = TurnRunner(turn, history, model, self._around, self._sharing.namespace(session.tenant))
         key = (record.session_id, record.turn_id)
         self._runners[key] = runner
         self._tasks[key] = asyncio.create_task(runner.run(), name=f"turn {record.session_id}/{record.turn_id}")
@@ -370,7 +358,7 @@ class Turns:
             "the turn is kept and goes on by itself when one can: resume it"
         )
 
-    async def _replayed(self, record: TurnRecord, from_index: int) -> list[chat_pb2.TurnEvent]:
+    async def _replayed(self, record: TurnRecord, model: ServedModel, from_index: int) -> list[chat_pb2.TurnEvent]:
         if record.outcome is None:  # it ended since it was looked up, or stop() let go of it
             record = await self._around.registry.get_turn(record.session_id, record.turn_id)
         if record.outcome is None:
@@ -379,7 +367,7 @@ class Turns:
             from_index, len(record.outcome.answer_ids) if is_whole(record.outcome.reason) else record.max_tokens
         )
         placements = (await self._around.registry.list_placements(record.session_id)).get(record.turn_id, [])
-        text = ModelAnswerText(self._model, record.stop)
+        text = ModelAnswerText(model.text, record.stop)
         async with self._replays:
             events = await self._around.in_thread(
                 lambda: replay(record, map(chat_pb2.Placement.FromString, placements), text)

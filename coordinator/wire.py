@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import grpc
@@ -13,6 +13,7 @@ import grpc.aio
 from kvferry.coordinator.answer_parts import call_message, parsed, parsed_message
 from kvferry.coordinator.errors import CoordinatorError
 from kvferry.coordinator.membership import Load, Member, Node
+from kvferry.coordinator.models import ServedModel
 from kvferry.coordinator.registry import Message, SessionRecord, TurnRecord
 from kvferry.coordinator.snapshots import WhichStore
 from kvferry.proto.status import status_of, trailing_metadata
@@ -116,6 +117,19 @@ def message_message(message: Message) -> chat_pb2.ChatMessage:
         reasoning=message.reasoning,
         tool_calls=[call_message(call) for call in message.tool_calls],
         tool_call_id=message.tool_call_id,
+    )
+
+
+def model_message(model: ServedModel, nodes: Sequence[Node]) -> chat_pb2.ModelInfo:
+    """``nodes``: those that serve it."""
+    return chat_pb2.ModelInfo(
+        name=model.name,
+        tokenizer_digest=model.text.digest,
+        vocabulary_size=model.text.vocab_size,
+        context_length=model.context_length,
+        sees_images=model.sees_images,
+        n_nodes=len(nodes),
+        fingerprints=sorted({node.fingerprint for node in nodes}),
     )
 
 

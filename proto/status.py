@@ -29,6 +29,7 @@ STATUS_OF: Final[dict[str, grpc.StatusCode]] = {
     "prompt_too_long": grpc.StatusCode.INVALID_ARGUMENT,
     "index_out_of_range": grpc.StatusCode.OUT_OF_RANGE,
     # the caller named something that is not there, or is there already
+    "unknown_model": grpc.StatusCode.NOT_FOUND,
     "unknown_session": grpc.StatusCode.NOT_FOUND,
     "unknown_turn": grpc.StatusCode.NOT_FOUND,
     "session_exists": grpc.StatusCode.ALREADY_EXISTS,

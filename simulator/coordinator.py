@@ -11,6 +11,7 @@ from kvferry.coordinator.errors import RegistryUnavailable
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
 from kvferry.coordinator.memory_registry import Ledger, MemoryRegistry
+from kvferry.coordinator.models import Models, ServedModel
 from kvferry.coordinator.tasks import Background
 from kvferry.coordinator.transport import CONNECT_SECONDS, PlacementLost
 from kvferry.coordinator.turn import Blame, Loss, Phase, TurnPolicy
@@ -104,17 +105,17 @@ class SimulatedCoordinator:
         self._view = StoreView(store)
         self._background = Background()
         self._transport = SimulatedTransport(network, board_at, reorders)
-        text = SimulatedText()
+        self._models = Models([ServedModel.of(SimulatedText(), CONTEXT_LENGTH, check_grammar=no_grammar)])
         self._around = Surroundings(
             registry=self._registry, fleet=self._fleet, transport=self._transport, snapshots=self._view,
-            background=self._background, end_token_ids=text.end_token_ids,
+            background=self._background,
             clock=lambda: loop.time() + self.clock_ahead_s,
             wall_ms=lambda: int(loop.time() * 1000) + 10**12 + wall_offset_ms(),
             in_thread=here, settled=asyncio.Event(),
         )  # fmt: skip
         self.turns = Turns(
-            text, self._around, TurnPolicy(), context_length=CONTEXT_LENGTH, no_node_wait_seconds=2.0,
-            max_open_turns=64, check_grammar=no_grammar, new_id=lambda: f"t{rng.getrandbits(64):016x}",
+            self._models, self._around, TurnPolicy(), no_node_wait_seconds=2.0, max_open_turns=64,
+            new_id=lambda: f"t{rng.getrandbits(64):016x}",
         )  # fmt: skip
         self._transport.n_dropped_of = self._n_dropped
         self._service: FleetService | None = None
@@ -122,8 +123,7 @@ class SimulatedCoordinator:
     async def start(self) -> None:
         await self._registry.open("sim")
         self._service = FleetService(
-            fleet=self._fleet, snapshots=self._view, generation=self._registry.generation, model_name="simulated",
-            tokenizer_digest="simulated",
+            fleet=self._fleet, snapshots=self._view, generation=self._registry.generation, models=self._models
         )  # fmt: skip
         self._background.start(self._fleet.run(), "fleet")
         self._background.start(self._settle(), "settle")

@@ -47,6 +47,7 @@ HELP_TEXT = (
 @coordinator_option
 @click.option("--session", "session_id", default=None, help="Go on with this session, or give a new one this name.")
 @click.option("--tenant", default="", help="Whose session a new one is: tenants do not share what is computed.")
+@click.option("--model", default=None, help="Of a new session; see kvferry status. [default: the coordinator's first]")
 @click.option("--message", "-m", "texts", multiple=True, help="Say this and exit (may be repeated).")
 @click.option(
     "--image", "images", multiple=True, type=click.Path(), help="Show this picture with the first message (repeatable)."
@@ -73,6 +74,7 @@ def chat(
     coordinator: str,
     session_id: str | None,
     tenant: str,
+    model: str | None,
     texts: tuple[str, ...],
     images: tuple[str, ...],
     system: str | None,
@@ -100,6 +102,7 @@ def chat(
             client,
             view,
             tenant=tenant,
+            model=model,
             system=system,
             max_tokens=max_tokens,
             stop=stop,
@@ -127,6 +130,7 @@ class Conversation:
         view: TurnView,
         *,
         tenant: str,
+        model: str | None,
         system: str | None,
         max_tokens: int,
         stop: tuple[str, ...],
@@ -138,6 +142,7 @@ class Conversation:
         self._client = client
         self._view = view
         self._tenant = tenant
+        self._model = model
         self._system = system
         self._max_tokens = max_tokens
         self._stop = stop
@@ -220,7 +225,7 @@ class Conversation:
         is_ours = session is None  # then it goes again if its first turn is refused
         if session is None:
             self._generate(self._client.session(""), messages)  # what no message can carry is refused before anything
-            session = self._client.create_session(self._wanted_id, tenant=self._tenant)
+            session = self._client.create_session(self._wanted_id, model=self._model, tenant=self._tenant)
             self._view.note(f"session {session.id}")
         try:
             self._show(session, self._generate(session, messages))

@@ -41,7 +41,8 @@ def status(coordinator: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    click.echo(f"coordinator {found.coordinator_id} at {coordinator}, kvferry {found.version}, model {found.model}")
+    click.echo(f"coordinator {found.coordinator_id} at {coordinator}, kvferry {found.version}")
+    click.echo(f"models: {', '.join(found.models or (found.model,))}")
     click.echo(
         f"up {duration_text(found.uptime_seconds)} (generation {found.generation}), "
         f"{found.n_turns_finished} turns finished, {found.n_failovers} failovers"

@@ -19,6 +19,7 @@ from kvferry.client.sdk.values import (
     ClusterStatus,
     Image,
     Message,
+    ModelInfo,
     NodeInfo,
     Sampling,
     SessionDetails,
@@ -78,13 +79,15 @@ class AsyncClient:
         """Closes the connection and every stream on it; turns go on."""
         await self._connection.aclose()
 
-    async def create_session(self, session_id: str | None = None, *, tenant: str = "") -> AsyncSession:
-        """A new conversation; without a name it gets one of its own.
+    async def create_session(
+        self, session_id: str | None = None, *, model: str | None = None, tenant: str = ""
+    ) -> AsyncSession:
+        """A new conversation; without a name it gets one of its own, without a model the first one that is served.
 
         ``tenant``: whose it is. Nothing that is computed for it is reused for another tenant, nor the other way.
         """
         wanted = session_id or self._new_id()
-        request = request_of(chat_pb2.CreateSessionRequest, session_id=wanted, tenant=tenant)
+        request = request_of(chat_pb2.CreateSessionRequest, session_id=wanted, model=model, tenant=tenant)
         await self._connection.ask_once_done(self._connection.stub.CreateSession, request, done_already=SessionExists)
         return self.session(wanted)
 
@@ -105,6 +108,11 @@ class AsyncClient:
             if not page_token:
                 break
         return found[:limit]
+
+    async def models(self) -> list[ModelInfo]:
+        """What the coordinator serves; the first one is that of sessions that name none."""
+        response = await self._connection.ask(self._connection.stub.ListModels, chat_pb2.ListModelsRequest())
+        return [wire.model_of(model) for model in response.models]
 
     async def nodes(self) -> list[NodeInfo]:
         """The fleet as the coordinator sees it."""

@@ -18,6 +18,7 @@ from kvferry.client.sdk.values import (
     ClusterStatus,
     Image,
     Message,
+    ModelInfo,
     NodeInfo,
     Sampling,
     SessionDetails,
@@ -106,12 +107,12 @@ class Client:
         finally:
             self._loop.close()
 
-    def create_session(self, session_id: str | None = None, *, tenant: str = "") -> Session:
-        """A new conversation; without a name it gets one of its own.
+    def create_session(self, session_id: str | None = None, *, model: str | None = None, tenant: str = "") -> Session:
+        """A new conversation; without a name it gets one of its own, without a model the first one that is served.
 
         ``tenant``: whose it is. Nothing that is computed for it is reused for another tenant, nor the other way.
         """
-        return Session(self._loop, self._loop.run(self._async.create_session(session_id, tenant=tenant)))
+        return Session(self._loop, self._loop.run(self._async.create_session(session_id, model=model, tenant=tenant)))
 
     def session(self, session_id: str) -> Session:
         """A handle on a conversation that exists; asks nobody."""
@@ -120,6 +121,10 @@ class Client:
     def list_sessions(self, *, limit: int | None = None) -> list[SessionInfo]:
         """Most recently used first; at most `limit`."""
         return self._loop.run(self._async.list_sessions(limit=limit))
+
+    def models(self) -> list[ModelInfo]:
+        """What the coordinator serves; the first one is that of sessions that name none."""
+        return self._loop.run(self._async.models())
 
     def nodes(self) -> list[NodeInfo]:
         """The fleet as the coordinator sees it."""

@@ -163,6 +163,19 @@ class SessionDetails:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that sessions may name; `fingerprints` are those of its nodes that are not dead."""
+
+    name: str
+    tokenizer_digest: str
+    vocabulary_size: int
+    context_length: int
+    sees_images: bool
+    n_nodes: int
+    fingerprints: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NodeInfo:
     """A node as the coordinator sees it."""
 
@@ -214,3 +227,5 @@ class ClusterStatus:
     predicted_seconds: float = 0.0
     first_token_seconds: float = 0.0
     sees_images: bool = False
+    # The first one is `model`.
+    models: tuple[str, ...] = ()

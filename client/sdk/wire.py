@@ -27,6 +27,7 @@ from kvferry.client.sdk.values import (
     ClusterStatus,
     Image,
     Message,
+    ModelInfo,
     NodeInfo,
     NodeState,
     Sampling,
@@ -279,6 +280,19 @@ def _turn_of(message: chat_pb2.Turn) -> TurnInfo:
     )
 
 
+def model_of(message: chat_pb2.ModelInfo) -> ModelInfo:
+    """A model that the coordinator serves."""
+    return ModelInfo(
+        name=message.name,
+        tokenizer_digest=message.tokenizer_digest,
+        vocabulary_size=message.vocabulary_size,
+        context_length=message.context_length,
+        sees_images=message.sees_images,
+        n_nodes=message.n_nodes,
+        fingerprints=tuple(message.fingerprints),
+    )
+
+
 def node_of(message: chat_pb2.NodeInfo) -> NodeInfo:
     """A node as the coordinator sees it."""
     return NodeInfo(
@@ -326,4 +340,5 @@ def status_of(message: chat_pb2.GetStatusResponse) -> ClusterStatus:
         predicted_seconds=message.predicted_seconds_median,
         first_token_seconds=message.first_token_seconds_median,
         sees_images=message.sees_images,
+        models=tuple(message.models),
     )

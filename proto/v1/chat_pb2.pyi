@@ -394,21 +394,25 @@ class CreateSessionRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Chosen by the client, or empty: the coordinator chooses. 1 to 128 characters of [A-Za-z0-9._-]."""
     tenant: _builtins.str
     """Whose session it is, the same alphabet; empty: nobody's in particular. No other tenant's turns reuse what is computed for it,
     nor do its turns reuse theirs, unless the coordinator was told that they share. Forks are the same tenant's.
     """
+    model: _builtins.str
+    """One that ListModels names; empty: the first of them."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1302,6 +1306,81 @@ class NodeInfo(_message.Message):
 Global___NodeInfo: _TypeAlias = NodeInfo  # noqa: Y015
 
 @_typing.final
+class ListModelsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListModelsRequest: _TypeAlias = ListModelsRequest  # noqa: Y015
+
+@_typing.final
+class ListModelsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelInfo]: ...
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[Global___ModelInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListModelsResponse: _TypeAlias = ListModelsResponse  # noqa: Y015
+
+@_typing.final
+class ModelInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    SEES_IMAGES_FIELD_NUMBER: _builtins.int
+    N_NODES_FIELD_NUMBER: _builtins.int
+    FINGERPRINTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    tokenizer_digest: _builtins.str
+    """SHA-256, in hex, of the tokenizer and the chat template."""
+    vocabulary_size: _builtins.int
+    context_length: _builtins.int
+    sees_images: _builtins.bool
+    n_nodes: _builtins.int
+    """Of the nodes that serve it and are not dead: how many, and the fingerprints among them."""
+    @_builtins.property
+    def fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tokenizer_digest: _builtins.str = ...,
+        vocabulary_size: _builtins.int = ...,
+        context_length: _builtins.int = ...,
+        sees_images: _builtins.bool = ...,
+        n_nodes: _builtins.int = ...,
+        fingerprints: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "fingerprints", b"fingerprints", "n_nodes", b"n_nodes", "name", b"name", "sees_images", b"sees_images", "tokenizer_digest", b"tokenizer_digest", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1337,6 +1416,7 @@ class GetStatusResponse(_message.Message):
     PREDICTED_SECONDS_MEDIAN_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_SECONDS_MEDIAN_FIELD_NUMBER: _builtins.int
     SEES_IMAGES_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model: _builtins.str
     coordinator_id: _builtins.str
@@ -1359,6 +1439,10 @@ class GetStatusResponse(_message.Message):
     """The model takes images."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeInfo]: ...
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All of them; the first one is `model`."""
+
     def __init__(
         self,
         *,
@@ -1379,10 +1463,11 @@ class GetStatusResponse(_message.Message):
         predicted_seconds_median: _builtins.float = ...,
         first_token_seconds_median: _builtins.float = ...,
         sees_images: _builtins.bool = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "first_token_seconds_median", b"first_token_seconds_median", "generation", b"generation", "model", b"model", "n_failovers", b"n_failovers", "n_open_turns", b"n_open_turns", "n_predictions", b"n_predictions", "n_sessions", b"n_sessions", "n_snapshots", b"n_snapshots", "n_turns_finished", b"n_turns_finished", "nodes", b"nodes", "predicted_seconds_median", b"predicted_seconds_median", "prediction_error_median", b"prediction_error_median", "sees_images", b"sees_images", "snapshot_bytes", b"snapshot_bytes", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "first_token_seconds_median", b"first_token_seconds_median", "generation", b"generation", "model", b"model", "models", b"models", "n_failovers", b"n_failovers", "n_open_turns", b"n_open_turns", "n_predictions", b"n_predictions", "n_sessions", b"n_sessions", "n_snapshots", b"n_snapshots", "n_turns_finished", b"n_turns_finished", "nodes", b"nodes", "predicted_seconds_median", b"predicted_seconds_median", "prediction_error_median", b"prediction_error_median", "sees_images", b"sees_images", "snapshot_bytes", b"snapshot_bytes", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -80,6 +80,11 @@ class ChatServiceStub:
                 request_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListNodesResponse.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/kvferry.v1.ChatService/ListModels',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/kvferry.v1.ChatService/GetStatus',
                 request_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.GetStatusRequest.SerializeToString,
@@ -148,6 +153,13 @@ class ChatServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListModels(self, request, context):
+        """What this coordinator serves; the first one is that of sessions that name none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -201,6 +213,11 @@ def add_ChatServiceServicer_to_server(servicer, server):
                     servicer.ListNodes,
                     request_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListNodesRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListModelsRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListModelsResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -452,6 +469,33 @@ class ChatService:
             '/kvferry.v1.ChatService/ListNodes',
             kvferry_dot_proto_dot_v1_dot_chat__pb2.ListNodesRequest.SerializeToString,
             kvferry_dot_proto_dot_v1_dot_chat__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.ChatService/ListModels',
+            kvferry_dot_proto_dot_v1_dot_chat__pb2.ListModelsRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_chat__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class ChatServiceStub:
     """Streams a turn (running or finished) from any token on."""
     CancelTurn: _grpc.UnaryUnaryMultiCallable[_chat_pb2.CancelTurnRequest, _chat_pb2.CancelTurnResponse]
     ListNodes: _grpc.UnaryUnaryMultiCallable[_chat_pb2.ListNodesRequest, _chat_pb2.ListNodesResponse]
+    ListModels: _grpc.UnaryUnaryMultiCallable[_chat_pb2.ListModelsRequest, _chat_pb2.ListModelsResponse]
+    """What this coordinator serves; the first one is that of sessions that name none."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_chat_pb2.GetStatusRequest, _chat_pb2.GetStatusResponse]
 
 @_typing.type_check_only
@@ -64,6 +66,8 @@ class ChatServiceAsyncStub(ChatServiceStub):
     """Streams a turn (running or finished) from any token on."""
     CancelTurn: _aio.UnaryUnaryMultiCallable[_chat_pb2.CancelTurnRequest, _chat_pb2.CancelTurnResponse]  # type: ignore[assignment]
     ListNodes: _aio.UnaryUnaryMultiCallable[_chat_pb2.ListNodesRequest, _chat_pb2.ListNodesResponse]  # type: ignore[assignment]
+    ListModels: _aio.UnaryUnaryMultiCallable[_chat_pb2.ListModelsRequest, _chat_pb2.ListModelsResponse]  # type: ignore[assignment]
+    """What this coordinator serves; the first one is that of sessions that name none."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_chat_pb2.GetStatusRequest, _chat_pb2.GetStatusResponse]  # type: ignore[assignment]
 
 class ChatServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -134,6 +138,14 @@ class ChatServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _chat_pb2.ListNodesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_chat_pb2.ListNodesResponse, _abc.Awaitable[_chat_pb2.ListNodesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListModels(
+        self,
+        request: _chat_pb2.ListModelsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chat_pb2.ListModelsResponse, _abc.Awaitable[_chat_pb2.ListModelsResponse]]:
+        """What this coordinator serves; the first one is that of sessions that name none."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -57,7 +57,7 @@ class FleetServiceServicer:
     """
 
     def Register(self, request, context):
-        """Joins, or joins again. Refused (FAILED_PRECONDITION) when the model is not the one this coordinator serves.
+        """Joins, or joins again. Refused (FAILED_PRECONDITION) when the model is none of those this coordinator serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ class FleetServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FleetServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.RegisterRequest, _fleet_pb2.RegisterResponse]
-    """Joins, or joins again. Refused (FAILED_PRECONDITION) when the model is not the one this coordinator serves."""
+    """Joins, or joins again. Refused (FAILED_PRECONDITION) when the model is none of those this coordinator serves."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.HeartbeatRequest, _fleet_pb2.HeartbeatResponse]
     """Renews the lease. A node that could not renew it stops its running turns by itself when the lease ends."""
     Deregister: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.DeregisterRequest, _fleet_pb2.DeregisterResponse]
@@ -46,7 +46,7 @@ class FleetServiceAsyncStub(FleetServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_fleet_pb2.RegisterRequest, _fleet_pb2.RegisterResponse]  # type: ignore[assignment]
-    """Joins, or joins again. Refused (FAILED_PRECONDITION) when the model is not the one this coordinator serves."""
+    """Joins, or joins again. Refused (FAILED_PRECONDITION) when the model is none of those this coordinator serves."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_fleet_pb2.HeartbeatRequest, _fleet_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Renews the lease. A node that could not renew it stops its running turns by itself when the lease ends."""
     Deregister: _aio.UnaryUnaryMultiCallable[_fleet_pb2.DeregisterRequest, _fleet_pb2.DeregisterResponse]  # type: ignore[assignment]
@@ -61,7 +61,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.RegisterResponse, _abc.Awaitable[_fleet_pb2.RegisterResponse]]:
-        """Joins, or joins again. Refused (FAILED_PRECONDITION) when the model is not the one this coordinator serves."""
+        """Joins, or joins again. Refused (FAILED_PRECONDITION) when the model is none of those this coordinator serves."""
 
     @_abc_1.abstractmethod
     def Heartbeat(

@@ -19,7 +19,8 @@ import grpc.aio
 from scripted_worker import Script, ScriptedWorker
 
 from kvferry.coordinator.config import CoordinatorSettings
-from kvferry.coordinator.server import LoadedModel, open_state, serve
+from kvferry.coordinator.loaded_model import LoadedModel
+from kvferry.coordinator.server import open_state, serve
 from kvferry.proto.channel import channel_options
 from kvferry.proto.status import CODE_KEY, RETRY_AFTER_KEY
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, common_pb2
@@ -154,7 +155,7 @@ def retry_after_ms(error: grpc.aio.AioRpcError) -> int:
 class Cluster:
     """One coordinator in the test's loop, and any number of scripted workers."""
 
-    def __init__(self, state: Path, model: LoadedModel, **settings: Any) -> None:
+    def __init__(self, state: Path, *models: LoadedModel, **settings: Any) -> None:
         self._settings = {
             "model": "unused",
             "listen": "127.0.0.1:0",
@@ -163,7 +164,7 @@ class Cluster:
             "no_node_wait": 0.5,
             **settings,
         }
-        self._model = model
+        self._models = models
         self._stack = contextlib.AsyncExitStack()
         self._workers: list[ScriptedWorker] = []
         self._clients: list[Client] = []
@@ -172,15 +173,15 @@ class Cluster:
     async def start(self) -> None:
         settings = CoordinatorSettings(**self._settings)
         registry = await self._stack.enter_async_context(open_state(settings.state))
-        self.address = await self._stack.enter_async_context(serve(settings, self._model, registry))
+        self.address = await self._stack.enter_async_context(serve(settings, self._models, registry))
         self._settings["listen"] = self.address  # a restarted one has the same address
 
     async def stop(self) -> None:
         await self._stack.aclose()
 
-    async def restart(self, model: LoadedModel | None = None) -> None:
+    async def restart(self, *models: LoadedModel) -> None:
         await self.stop()
-        self._model = model or self._model
+        self._models = models or self._models
         await self.start()
 
     def client(self) -> Client:
@@ -188,7 +189,8 @@ class Cluster:
         return self._clients[-1]
 
     async def worker(self, node_id: str, script: Script | None = None, **identity: Any) -> ScriptedWorker:
-        text = self._model.text
+        """One that serves the first model, if nothing else is said."""
+        text = self._models[0].text
         known = {"tokenizer_digest": text.digest, "vocabulary_size": text.vocab_size, **identity}
         worker = await ScriptedWorker(node_id, self.address, script, **known).start()
         self._workers.append(worker)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # cluster_kit.py, and scripted_w
 from cluster_kit import Cluster, Processes
 from etcd_cluster import BINARY, WHY_NOT, EtcdCluster
 
-from kvferry.coordinator.server import LoadedModel
+from kvferry.coordinator.loaded_model import LoadedModel
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,9 @@ async def new_cluster(tmp_path: Path, model: LoadedModel) -> AsyncIterator[Calla
     clusters: list[Cluster] = []
 
     async def start(**settings: Any) -> Cluster:
-        cluster = Cluster(tmp_path / f"state{len(clusters)}", settings.pop("model", model), **settings)
+        cluster = Cluster(
+            tmp_path / f"state{len(clusters)}", *settings.pop("models", [settings.pop("model", model)]), **settings
+        )
         clusters.append(cluster)
         await cluster.start()
         return cluster

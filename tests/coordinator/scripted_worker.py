@@ -83,7 +83,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.n_running = 0
         self.error: grpc.aio.AioRpcError | None = None
         self._coordinator = coordinator
-        self._identity = {"fingerprint": "f" * 32, "context_length": 8192, "tokenizer_digest": "", **identity}
+        self._identity = {
+            "model": "scripted",
+            "fingerprint": "f" * 32,
+            "context_length": 8192,
+            "tokenizer_digest": "",
+            **identity,
+        }
         self._server = grpc.aio.server(options=server_options())
         self._channel = grpc.aio.insecure_channel(coordinator, options=channel_options())
         self._fleet = fleet_pb2_grpc.FleetServiceStub(self._channel)
@@ -109,7 +115,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             node_id=self.node_id,
             boot_id=self.boot_id,
             address=self.address,
-            model="scripted",
             geometry=common_pb2.KvGeometry(n_layers=30, n_kv_heads=3, head_dim=64, block_size=32),
             max_running=8,
             n_threads=1,

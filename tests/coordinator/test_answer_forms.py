@@ -14,7 +14,7 @@ import pytest
 from cluster_kit import Client, Cluster, all_of, code_of, ids_of, take_tokens
 from scripted_worker import Script
 
-from kvferry.coordinator.server import LoadedModel
+from kvferry.coordinator.loaded_model import LoadedModel
 from kvferry.engine.text.model import TextModel
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
@@ -62,7 +62,7 @@ async def answer(
 ) -> tuple[list[chat_pb2.TurnEvent], list[chat_pb2.AnswerPart]]:
     """A turn that is answered with ``text``: its events, and the parts in them."""
     worker = cluster.worker_named("a")
-    worker.script.answer = cluster._model.text.encode(text)
+    worker.script.answer = cluster._models[0].text.encode(text)
     events = await all_of(client.generate(session, max_tokens=500, **request))
     return events, parts_of(events)
 

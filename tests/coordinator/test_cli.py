@@ -124,7 +124,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     monkeypatch.setenv("KVFERRY_COORDINATOR_STATE", "/from/env")
     settings = CoordinatorSettings.load(file, {"state": Path("/from/line"), "lease": None})
     assert (settings.model, settings.state, settings.lease, settings.max_losses) == (
-        "from-file",
+        ("from-file",),
         Path("/from/line"),
         4.0,
         5,

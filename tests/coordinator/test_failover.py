@@ -26,7 +26,7 @@ from cluster_kit import (
 )
 from scripted_worker import Script, scripted_answer
 
-from kvferry.coordinator.server import LoadedModel
+from kvferry.coordinator.loaded_model import LoadedModel
 from kvferry.engine.text.model import ChatMessage
 from kvferry.proto.v1 import chat_pb2, common_pb2
 

@@ -11,7 +11,7 @@ import pytest
 from cluster_kit import Cluster, all_of, code_of, eventually, ids_of, until
 from scripted_worker import Script
 
-from kvferry.coordinator.server import LoadedModel
+from kvferry.coordinator.loaded_model import LoadedModel
 from kvferry.proto.v1 import chat_pb2, worker_pb2
 
 

@@ -18,7 +18,7 @@ from cluster_kit import Client, Cluster, all_of, code_of, ids_of, until
 from PIL import Image
 from scripted_worker import Script, ScriptedWorker
 
-from kvferry.coordinator.server import LoadedModel
+from kvferry.coordinator.loaded_model import LoadedModel
 from kvferry.engine.vision.preprocess import content_hash
 from kvferry.proto.v1 import chat_pb2
 

@@ -24,7 +24,7 @@ from cluster_kit import (
 )
 from scripted_worker import Script, scripted_answer
 
-from kvferry.coordinator.server import LoadedModel
+from kvferry.coordinator.loaded_model import LoadedModel
 from kvferry.engine.text.model import ChatMessage
 
 
