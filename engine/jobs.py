@@ -27,7 +27,8 @@ class Job:
     """One answer to be generated.
 
     `sequence` holds the rows of a prefix of `token_ids`, at most all but one of them, and belongs to the scheduler
-    until the job ends. `token_ids` are the prompt's `n_prompt_tokens` and then the answer tokens that exist already;
+    until the job ends. It may hold all of them when `logits` are those of the last one: then nothing is computed before
+    the first token. `token_ids` are the prompt's `n_prompt_tokens` and then the answer tokens that exist already;
     `max_tokens` counts those too. Jobs of a higher `priority` go first, and among equals those that arrived earlier, by
     any measure of `arrival`. `seen`: of a sequence with images, with the features of those whose rows are not there.
     `rule` has been told the answer tokens that exist already.
@@ -44,17 +45,27 @@ class Job:
     arrival: int = 0
     seen: SeenPrompt | None = None
     rule: TokenRule | None = None
+    logits: NDArray[np.float32] | None = None  # [vocab]
+
+    @property
+    def n_rows_at_most(self) -> int:
+        """Rows that may be there already."""
+        return len(self.token_ids) - (self.logits is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What one step did for one job. With `finish` or `error` set, the job has left the scheduler."""
+    """What one step did for one job. With `finish` or `error` set, the job has left the scheduler.
+
+    `logits` are those that the job's first token was drawn from, float32 [vocab]: of the last token it came with.
+    """
 
     job_id: str
     n_rows: int  # rows computed in this step
     n_shared: int = 0  # rows taken over from others since it was submitted
     token: SampledToken | None = None
     token_index: int = 0  # of `token` in the answer, from 0
+    logits: NDArray[np.float32] | None = None
     finish: Finish | None = None
     error: EngineError | None = None
 

@@ -110,7 +110,7 @@ class Scheduler:
     def submit(self, job: Job) -> None:
         """Queue a job; ValueError when it breaks the promise of `Job`."""
         n = len(job.token_ids)
-        if not 1 <= job.n_prompt_tokens <= n or job.sequence.n_rows >= n or job.max_tokens < 1:
+        if not 1 <= job.n_prompt_tokens <= n or job.sequence.n_rows > job.n_rows_at_most or job.max_tokens < 1:
             raise ValueError(
                 f"job {job.job_id}: {n} tokens of which {job.n_prompt_tokens} are prompt, "
                 f"{job.sequence.n_rows} rows, max_tokens {job.max_tokens}"
@@ -139,8 +139,11 @@ class Scheduler:
         return False
 
     def step(self) -> list[StepOutput]:
-        """One mixed forward pass. Empty when there is nothing to do, or when all jobs wait for memory."""
+        """One mixed forward pass, or the first tokens of jobs that need none. Empty when nothing is to be done, or all
+        jobs wait for memory."""
         outputs = self._admit() + self._end_complete_jobs()
+        if first_tokens := self._draw_from_known_logits():
+            return outputs + first_tokens
         batch, shed = self._secure_memory(self._plan())
         if batch:
             began_at = self.clock() if self.clock else 0.0
@@ -202,6 +205,14 @@ class Scheduler:
                     StepOutput(job_id=running.job.job_id, n_rows=0, n_shared=running.n_shared, finish=finish)
                 )
         return outputs
+
+    def _draw_from_known_logits(self) -> list[StepOutput]:
+        """The first tokens of jobs whose rows are all there: they wait for nobody's forward pass."""
+        return [
+            self._draw(running, running.job.logits, 0)
+            for running in list(self._running)
+            if running.n_pending_rows == 0 and running.job.logits is not None
+        ]
 
     def _plan(self) -> list[tuple[Running, int]]:
         rows = plan_rows(
@@ -309,6 +320,7 @@ class Scheduler:
         except EngineError as error:  # no finite logit, or a rule too complex: the others are not to blame
             self._leave(running, self._running)
             return StepOutput(job_id=job.job_id, n_rows=n_rows, n_shared=n_shared, error=error)
+        is_first = not running.is_decoding
         running.tokens[position] = token.token_id
         running.n_tokens += 1
         running.is_decoding = True
@@ -318,5 +330,11 @@ class Scheduler:
             self._leave(running, self._running)
         index = position - job.n_prompt_tokens
         return StepOutput(
-            job_id=job.job_id, n_rows=n_rows, n_shared=n_shared, token=token, token_index=index, finish=finish
+            job_id=job.job_id,
+            n_rows=n_rows,
+            n_shared=n_shared,
+            token=token,
+            token_index=index,
+            logits=logits if is_first else None,
+            finish=finish,
         )

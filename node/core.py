@@ -114,7 +114,7 @@ class NodeCore:
         if not outputs:
             return False
         self._progress_at = now
-        self._measure(outputs, now - began_at)
+        self.totals.measure(outputs, now - began_at, self._scheduler.counters)
         ended = [run for run in (self._tell(output, began_at, now) for output in outputs) if run is not None]
         for run in ended:  # after all tokens of the step are on their way
             self._retire(run)
@@ -127,12 +127,15 @@ class NodeCore:
         """Find the turn's rows and run it."""
         for run in self._runs_of(turn.session_id):
             self.stop(run.turn.run_id, StaleEpoch(f"session {turn.session_id} went on at epoch {turn.epoch}"))
-        n_most = len(turn.token_ids) - 1  # one token is always computed: its logits are not stored
+        logits = self.memory.ends.find(turn.token_ids, turn.images)
+        n_most = len(turn.token_ids) - (logits is None)  # what is not known is computed, for its logits
         sequence, n_published = self.memory.rows_for(turn.session_id, turn.token_ids, n_most, turn.images)
-        run = Run(turn=turn, sequence=sequence, n_published=n_published, n_resident=sequence.n_rows)
+        run = Run(turn=turn, sequence=sequence, n_published=n_published, n_resident=sequence.n_rows, logits=logits)
         self._runs[turn.run_id] = run
         if not turn.recompute:
-            run.restore = self._ask_restore(turn.token_ids, sequence.n_rows, n_most, turn.images)
+            run.restore = self._ask_restore(
+                turn.token_ids, sequence.n_rows, n_most, turn.images, wants_logits=logits is None
+            )
         run.restore_asked_at = self._clock()
         if run.restore is None:
             self._look(run)
@@ -217,6 +220,7 @@ class NodeCore:
             arrival=turn.run_id,  # a turn that waited for the store keeps its place
             seen=run.seen,
             rule=turn.rule,
+            logits=run.logits,
         )
         self._scheduler.submit(job)
 
@@ -233,6 +237,8 @@ class NodeCore:
         run.n_shared = output.n_shared
         if not run.new_tokens and (output.token is not None or output.finish is not None):
             self._post(run.turn, run.prefix(now, is_computed=output.token is not None))
+        if output.logits is not None:
+            self._remember_end(run, output.logits)
         if output.token is not None:
             if run.seen is not None and not run.new_tokens:
                 run.seen.forget_features()
@@ -244,24 +250,15 @@ class NodeCore:
             self._post(run.turn, Finished(output.finish))
         return run if output.finish is not None or output.error is not None else None
 
-    def _measure(self, outputs: list[StepOutput], seconds: float) -> None:
-        n_decoded = sum(output.token is not None and output.n_rows == 1 for output in outputs)
-        n_rows = sum(output.n_rows for output in outputs)
-        if n_rows == n_decoded:
-            self.totals.decode_rate.add(n_decoded, seconds)
-        elif n_decoded == 0:
-            self.totals.prefill_rate.add(n_rows, seconds)
-        counters = self._scheduler.counters
-        self.totals.engine_steps = counters.n_steps
-        self.totals.rows_prefilled = counters.n_rows_prefilled
-        self.totals.tokens_generated = counters.n_tokens_generated
-        self.totals.tokens_proposed = counters.n_tokens_proposed
-        self.totals.tokens_accepted = counters.n_tokens_accepted
+    def _remember_end(self, run: Run, logits: NDArray[np.float32]) -> None:
+        """The same prompt, asked again, needs no forward pass before its first token."""
+        self.totals.prompts_covered += run.logits is logits
+        self.memory.ends.remember(run.turn.token_ids, run.images, logits)
 
     # Restores.
 
     def _ask_restore(
-        self, token_ids: NDArray[np.int32], n_rows: int, n_most: int, images: Images
+        self, token_ids: NDArray[np.int32], n_rows: int, n_most: int, images: Images, *, wants_logits: bool = False
     ) -> RestoreRequest | None:
         """Ask for a prefix that is worth more than the n_rows we have; None when that cannot be."""
         n_least = n_rows + self._limits.restore_min_tokens
@@ -271,7 +268,7 @@ class NodeCore:
         if n_short > 0 and self.memory.make_room(n_short) != "free":
             return None
         self._n_requests += 1
-        request = RestoreRequest(self._n_requests, token_ids, n_least, n_most, images)
+        request = RestoreRequest(self._n_requests, token_ids, n_least, n_most, images, wants_logits)
         self._io.submit(request)
         return request
 
@@ -281,14 +278,14 @@ class NodeCore:
         """Bring a prefix into memory; computes nothing."""
         for run in self._runs_of(session_id):
             n_common = common_prefix(run.tokens_with_rows(), token_ids, run.images, images)
-            reply.ok(_restored(len(token_ids), n_common))
+            reply.ok(Prefix.in_memory(len(token_ids), n_common))
             return
         sequence, n_published = self.memory.rows_for(session_id, token_ids, len(token_ids), images)
         n_rows = sequence.n_rows
         self.memory.keep(Resident(session_id, token_ids[:n_rows], sequence, n_published, images=images))
         request = self._ask_restore(token_ids, n_rows, len(token_ids), images)
         if request is None:
-            reply.ok(_restored(len(token_ids), n_rows))
+            reply.ok(Prefix.in_memory(len(token_ids), n_rows))
         else:
             self._restoring.append(Restoring(session_id, token_ids, reply, request, self._clock(), n_rows))
 
@@ -314,11 +311,12 @@ class NodeCore:
             run.sequence.release()
             run.sequence, run.snapshot = done.sequence, done.snapshot
             run.n_resident, run.n_restored, run.n_published = 0, done.sequence.n_rows, done.sequence.n_rows
+            run.logits = run.logits if done.logits is None else done.logits
             self._note_restored(run.session_id, done)
         self._look(run)
 
     def _keep_restored(self, waiting: Restoring, done: RestoreDone) -> None:
-        prefix = _restored(len(waiting.token_ids), waiting.n_resident)
+        prefix = Prefix.in_memory(len(waiting.token_ids), waiting.n_resident)
         if done.sequence is not None:
             n_rows = done.sequence.n_rows
             images = waiting.request.images
@@ -372,15 +370,3 @@ class NodeCore:
         for run in self._runs_of(session_id):
             self.stop(run.turn.run_id, error)
         self.memory.drop(session_id)
-
-
-def _restored(n_tokens: int, n_resident: int) -> Prefix:
-    return Prefix(
-        n_tokens=n_tokens,
-        n_resident=n_resident,
-        n_restored=0,
-        n_computed=0,
-        queue_seconds=0.0,
-        restore_seconds=0.0,
-        prefill_seconds=0.0,
-    )

@@ -330,7 +330,8 @@ class IoThreads:
         return RestoreDone(request=request)
 
     def _read(self, store: SnapshotStore, match: Match, request: RestoreRequest, started_at: float) -> RestoreDone:
-        n_rows = min(match.n_common, request.n_rows_at_most)
+        logits = self._logits(store, match, request)
+        n_rows = match.n_common if logits is not None else min(match.n_common, request.n_rows_at_most)
         sequence = self._new_sequence()
         try:
             n_rows = store.restore_usable(
@@ -343,10 +344,19 @@ class IoThreads:
         return RestoreDone(
             request=request,
             sequence=sequence,
+            logits=logits if n_rows == len(request.token_ids) else None,
             snapshot=match.name,
             n_bytes=n_rows * store.bytes_per_row,
             seconds=time.monotonic() - started_at,
         )
+
+    def _logits(self, store: SnapshotStore, match: Match, request: RestoreRequest) -> NDArray[np.float32] | None:
+        """Those of the request's last token, when the snapshot ends there and has them."""
+        if not request.wants_logits or match.n_common < len(request.token_ids):
+            return None
+        logits = store.logits(match)
+        self._reads.tell()
+        return logits if logits is not None and len(logits) == store.vocab_size else None
 
     # Publishing.
 
@@ -356,7 +366,9 @@ class IoThreads:
         with self._writes.working("publishing a session") as began_at:
             try:
                 rows = _Staging(self._pool, request.sequence, self._writes.tell)
-                info = self._store.publish(request.token_ids, rows, spans=spans_of(request.images))
+                info = self._store.publish(
+                    request.token_ids, rows, spans=spans_of(request.images), logits=request.logits
+                )
             except StoreError as error:
                 spared = isinstance(error, WriteBudgetSpent)  # by this node's own wish, for an hour at most
                 if isinstance(error, StoreUnavailable | StoreFull) and not spared:  # else only this one is not wanted

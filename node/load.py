@@ -3,8 +3,11 @@ all."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+from kvferry.engine.jobs import Counters, StepOutput
 
 RATE_WEIGHT: Final = 0.2
 """Weight of the newest measurement: the last dozen steps decide, so a rate follows a throttled board within seconds."""
@@ -51,6 +54,7 @@ class Totals:
     tokens_proposed: int = 0
     tokens_accepted: int = 0
     engine_steps: int = 0
+    prompts_covered: int = 0
     snapshots_published: int = 0
     snapshots_failed: int = 0
     snapshots_refused: int = 0
@@ -59,3 +63,17 @@ class Totals:
     prefill_rate: Rate = field(default_factory=Rate)
     decode_rate: Rate = field(default_factory=Rate)
     restore_rate: Rate = field(default_factory=Rate)
+
+    def measure(self, outputs: Sequence[StepOutput], seconds: float, counters: Counters) -> None:
+        """What a step of so many seconds did, and the scheduler's counters after it."""
+        n_decoded = sum(output.token is not None and output.n_rows == 1 for output in outputs)
+        n_rows = sum(output.n_rows for output in outputs)
+        if n_rows == n_decoded:
+            self.decode_rate.add(n_decoded, seconds)
+        elif n_decoded == 0:
+            self.prefill_rate.add(n_rows, seconds)
+        self.engine_steps = counters.n_steps
+        self.rows_prefilled = counters.n_rows_prefilled
+        self.tokens_generated = counters.n_tokens_generated
+        self.tokens_proposed = counters.n_tokens_proposed
+        self.tokens_accepted = counters.n_tokens_accepted

@@ -13,6 +13,7 @@ from kvferry.engine.scheduler import Room
 from kvferry.engine.vision.placed import Images
 from kvferry.node.load import Totals
 from kvferry.node.ports import CoreLimits, IoPort
+from kvferry.node.prompt_ends import PromptEnds
 from kvferry.node.publishing import Publisher, fork_rows
 from kvferry.node.sessions import Resident, ResidentSessions, RowOwner, common_prefix
 
@@ -34,9 +35,12 @@ class RowMemory:
         totals: Totals,
     ) -> None:
         self.sessions = ResidentSessions()
+        self.ends = PromptEnds()
         self.publisher = Publisher(
             io=io,
             block_size=pool.geometry.block_size,
+            row_bytes=pool.block_bytes // pool.geometry.block_size,
+            ends=self.ends,
             min_growth=limits.publish_min_tokens,
             saves_images=limits.saves_images,
             owners=self.owners,

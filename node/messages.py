@@ -141,6 +141,7 @@ class RestoreRequest:
     n_rows_at_least: int
     n_rows_at_most: int
     images: Images = ()
+    wants_logits: bool = False  # with those of the last token, all rows are of use, even beyond n_rows_at_most
     abandoned: bool = False
 
 
@@ -155,6 +156,7 @@ class PublishRequest:
     n_blocks_freed: int  # when it is done: those of a session that left memory, none of one that stays
     replies: list[Reply[Published]] = field(default_factory=list)
     images: Images = ()
+    logits: NDArray[np.float32] | None = None  # of the last token, to be saved with the rows
 
 
 @dataclass(slots=True, eq=False)
@@ -185,10 +187,12 @@ class LookDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreDone:
-    """The answer to a RestoreRequest; `sequence` is None when nothing was restored."""
+    """The answer to a RestoreRequest; `sequence` is None when nothing was restored. `logits` of the request's last
+    token come with all of its rows only, float32 [vocab]."""
 
     request: RestoreRequest
     sequence: KvSequence | None = None
+    logits: NDArray[np.float32] | None = None
     snapshot: str = ""
     refused: tuple[str, ...] = ()
     n_bytes: int = 0

@@ -19,6 +19,7 @@ from kvferry.node.errors import StoreDown
 from kvferry.node.load import Totals
 from kvferry.node.messages import PublishDone, Published, PublishRequest, Reply
 from kvferry.node.ports import IoPort
+from kvferry.node.prompt_ends import PromptEnds, are_worth_saving
 from kvferry.node.sessions import Resident, RowOwner, common_prefix
 
 MIN_ROWS: Final = 16
@@ -44,6 +45,8 @@ class Publisher:
         *,
         io: IoPort | None,
         block_size: int,
+        row_bytes: int,
+        ends: PromptEnds,
         min_growth: int,
         saves_images: bool,
         owners: Callable[[str], Iterator[RowOwner]],
@@ -52,6 +55,8 @@ class Publisher:
         self.untold: tuple[Published, ...] = ()  # to be told to the coordinator; see `told`
         self._io = io
         self._block_size = block_size
+        self._row_bytes = row_bytes
+        self._ends = ends
         self._min_growth = min_growth
         self._saves_images = saves_images
         self._owners = owners
@@ -89,25 +94,27 @@ class Publisher:
     def publish_fork(self, owner: RowOwner, reply: Reply[Published] | None = None) -> None:
         """Publish what a session has now; it may go on meanwhile."""
         fork = fork_rows(owner.sequence, owner.sequence.n_rows, self._block_size)
-        self._publish(owner.session_id, owner.tokens_with_rows()[: fork.n_rows], owner.images, fork, 0, reply)
+        self._publish(owner, fork, 0, reply)
 
     def publish_last(self, resident: Resident) -> None:
         """Publish a session that leaves memory; its rows are ours from now on."""
-        sequence = resident.sequence
-        self._publish(resident.session_id, resident.token_ids, resident.images, sequence, sequence.n_blocks, None)
+        self._publish(resident, resident.sequence, resident.sequence.n_blocks, None)
 
     def _publish(
-        self,
-        session_id: str,
-        token_ids: NDArray[np.int32],
-        images: Images,
-        sequence: KvSequence,
-        n_blocks_freed: int,
-        reply: Reply[Published] | None,
+        self, owner: RowOwner, sequence: KvSequence, n_blocks_freed: int, reply: Reply[Published] | None
     ) -> None:
         self._n_requests += 1
-        replies = [] if reply is None else [reply]
-        request = PublishRequest(self._n_requests, session_id, token_ids, sequence, n_blocks_freed, replies, images)
+        token_ids, images = owner.tokens_with_rows()[: sequence.n_rows], owner.images
+        request = PublishRequest(
+            self._n_requests,
+            owner.session_id,
+            token_ids,
+            sequence,
+            n_blocks_freed,
+            replies=[] if reply is None else [reply],
+            images=images,
+            logits=self._logits_for(token_ids, images, owner.n_published),
+        )
         self._asked[request.request_id] = request
         if self._io is None:
             self._fail(request, "this node has no store; give it one with --store")
@@ -125,6 +132,12 @@ class Publisher:
                 request.replies.extend(unanswered.replies)
                 del self._asked[unanswered.request_id]
                 unanswered.sequence.release()
+
+    def _logits_for(self, token_ids: NDArray[np.int32], images: Images, n_published: int) -> NDArray[np.float32] | None:
+        """Those of the last token, where it ends a prompt and they are worth their bytes."""
+        logits = self._ends.find(token_ids, images)
+        n_row_bytes = (len(token_ids) - n_published) * self._row_bytes
+        return logits if logits is not None and are_worth_saving(logits, n_row_bytes) else None
 
     def drop_waiting(self) -> bool:
         """The store hangs and memory is short: let go of rows that wait to be saved. False when none do."""

@@ -36,6 +36,7 @@ class Run:
     started_at: float | None = None
     new_tokens: list[int] = field(default_factory=list)
     n_publish_asked: int = 0
+    logits: NDArray[np.float32] | None = None  # of the last token it came with, when they are known already
 
     @property
     def session_id(self) -> str:

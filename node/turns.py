@@ -39,6 +39,19 @@ class Prefix:
     snapshot: str = ""
     refused_snapshots: tuple[str, ...] = ()
 
+    @classmethod
+    def in_memory(cls, n_tokens: int, n_resident: int) -> Prefix:
+        """Rows that are in memory already; nothing was waited for."""
+        return cls(
+            n_tokens=n_tokens,
+            n_resident=n_resident,
+            n_restored=0,
+            n_computed=0,
+            queue_seconds=0.0,
+            restore_seconds=0.0,
+            prefill_seconds=0.0,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Token:

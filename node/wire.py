@@ -211,4 +211,5 @@ def load_message(view: NodeView, totals: Totals, store_error: str, store_id: str
         blocks_audited=totals.blocks_audited,
         blocks_wrong=totals.blocks_wrong,
         store_id=store_id,
+        prompts_covered=totals.prompts_covered,
     )

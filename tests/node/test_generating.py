@@ -81,7 +81,7 @@ def test_another_sessions_prefix_is_used(node: RunningNode, prompts: Prompts, se
     prompt = prompts["multi"]
     mine = node.run_turn(prompt, session=session, max_tokens=4)
     other = node.run_turn(prompt, session=f"{session}-other", max_tokens=4)
-    assert other.sources == (len(prompt) - 1, 0, 1)
+    assert other.sources == (len(prompt), 0, 0)
     assert other.tokens == mine.tokens
     assert {s.session_id for s in node.status().resident} == {session, f"{session}-other"}
 

@@ -95,7 +95,7 @@ def test_rows_are_recomputed_for_whoever_knows_that_to_be_sooner(
     stored.drop(session)
     assert stored.run_turn(prompt, session=session, max_tokens=1, recompute=True).sources == (0, 0, len(prompt))
     stored.drop(session)
-    assert stored.run_turn(prompt, session=session, max_tokens=1).sources == (0, len(prompt) - 1, 1)
+    assert stored.run_turn(prompt, session=session, max_tokens=1).sources == (0, len(prompt), 0)
 
 
 def test_a_long_answer_is_saved_on_the_way(stored: RunningNode, prompts: Prompts, own: Own, session: str) -> None:
@@ -120,10 +120,10 @@ def test_rows_are_restored_while_the_turn_waits_for_its_place(
     answer = Answer()
     answer.take(next(running))
     waiting = small.start_turn(prompt, session=session, max_tokens=1)
-    names = f"resident.get('{session}') == {len(prompt) - 1}"  # it has its rows, and no place yet
+    names = f"resident.get('{session}') == {len(prompt)}"  # it has its rows, and no place yet
     small.wait_for(f"load.n_running == 1 and load.n_queued == 1 and {names}")
     running.cancel()
-    assert Answer().take_all(waiting).sources == (0, len(prompt) - 1, 1)
+    assert Answer().take_all(waiting).sources == (0, len(prompt), 0)
 
 
 def damage_in_ids(path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_restore_never_waits_behind_a_publish(stored: RunningNode, prompts: Pr
     stored.orders.write_text("publish")
     stored.run_turn(own([1, *prompts["multi"]]), session=f"{session}-other", max_tokens=1)
     stored.wait_for("not load.store_ok")  # the publish of that turn hangs
-    assert stored.run_turn(prompt, session=session, max_tokens=1).sources == (0, len(prompt) - 1, 1)
+    assert stored.run_turn(prompt, session=session, max_tokens=1).sources == (0, len(prompt), 0)
     assert not stored.status().load.store_ok
 
 
@@ -364,7 +364,7 @@ def test_memory_is_a_budget_and_evicted_sessions_come_back_from_the_store(
     )
     assert "a" not in {s.session_id for s in status.resident}
     again = small.run_turn(requests["a"], session="a", max_tokens=4, end_token_ids=[])
-    assert again.sources[1] == 201
+    assert again.sources[1] == 202
     assert again.tokens == first["a"].tokens
 
 
