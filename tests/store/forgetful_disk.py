@@ -1,13 +1,14 @@
-"""A FUSE disk that forgets: `forgetful_disk.py MOUNT KEPT N`. After N changing calls the power is gone.
+"""A FUSE disk that notes every change: `forgetful_disk.py MOUNT NOTES`. When it is unmounted, NOTES has them, in JSON.
 
-Everything lies in memory. ``fsync`` of a file keeps its bytes, ``fsync`` of a folder keeps its entries; only what was
-kept goes to the folder KEPT when the disk is unmounted. A file whose entry was kept but not its bytes is there, empty.
+Everything lies in memory. Who looks for a name that begins with "told-" notes that, too: it is how a writer says, in
+order with its calls, what it was told is saved. test_forgetful_disk works out what a cut after any of the calls leaves.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
+import json
 import stat
 import sys
 import time
@@ -22,23 +23,17 @@ class ForgetfulDisk(fuse.Operations):  # type: ignore[misc]  # mfusepy has no ty
 
     use_ns = True
 
-    def __init__(self, n_changes: int) -> None:
-        self.left = n_changes
+    def __init__(self) -> None:
+        self.notes: list[tuple[Any, ...]] = []
         self.folders = {"/"}
         self.files: dict[str, int] = {}
         self.contents: dict[int, bytearray] = {}
-        self.synced: dict[int, bytes] = {}
-        self.durable_folders = {"/"}
-        self.durable: dict[str, int] = {}
         self.times: dict[str, int] = {}
         self.numbers = itertools.count(2)
 
-    def _changes(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise fuse.FuseOSError(errno.EIO)
-
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        if path.startswith("/told-"):
+            self.notes.append(("told", int(path.removeprefix("/told-"))))
         now = self.times.get(path, time.time_ns())
         times = {"st_mtime": now, "st_ctime": now, "st_atime": now}
         if path in self.folders:
@@ -53,19 +48,19 @@ class ForgetfulDisk(fuse.Operations):  # type: ignore[misc]  # mfusepy has no ty
     def readdir(self, path: str, fh: int) -> list[str]:
         prefix = path.rstrip("/") + "/"
         below = [*self.files, *self.folders]
-        return [".", "..", *(name[len(prefix) :] for name in below if _is_child(name, prefix))]
+        inside = (name for name in below if name.startswith(prefix) and "/" not in name[len(prefix) :])
+        return [".", "..", *(name[len(prefix) :] for name in inside if name != prefix)]
 
     def mkdir(self, path: str, mode: int) -> int:
-        self._changes()
         self.folders.add(path)
-        self.durable_folders.add(path)  # promise 2 is about files
+        self.notes.append(("mkdir", path))
         return 0
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
-        self._changes()
         self.files[path] = next(self.numbers)
         self.contents[self.files[path]] = bytearray()
         self.times[path] = time.time_ns()
+        self.notes.append(("name", path, self.files[path]))
         return self.files[path]
 
     def open(self, path: str, flags: int) -> int:
@@ -75,37 +70,33 @@ class ForgetfulDisk(fuse.Operations):  # type: ignore[misc]  # mfusepy has no ty
         return bytes(self.contents[fh][offset : offset + size])
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        self._changes()
         self.contents[fh][offset : offset + len(data)] = data
+        self.notes.append(("write", fh, offset, data.hex()))
         return len(data)
 
     def fsync(self, path: str, datasync: int, fh: int) -> int:
-        self._changes()
-        self.synced[fh] = bytes(self.contents[fh])
+        self.notes.append(("fsync", fh))
         return 0
 
     def fsyncdir(self, path: str, datasync: int, fh: int) -> int:
-        self._changes()
-        prefix = path.rstrip("/") + "/"
-        self.durable = {name: inode for name, inode in self.durable.items() if not _is_child(name, prefix)}
-        self.durable |= {name: inode for name, inode in self.files.items() if _is_child(name, prefix)}
+        self.notes.append(("fsyncdir", path))
         return 0
 
     def link(self, target: str, source: str) -> int:
-        self._changes()
         if target in self.files:
             raise fuse.FuseOSError(errno.EEXIST)
         self.files[target] = self.files[source]
+        self.notes.append(("name", target, self.files[source]))
         return 0
 
     def unlink(self, path: str) -> int:
-        self._changes()
         del self.files[path]
+        self.notes.append(("unname", path))
         return 0
 
     def rename(self, old: str, new: str) -> int:
-        self._changes()
         self.files[new] = self.files.pop(old)
+        self.notes.append(("rename", old, new, self.files[new]))
         return 0
 
     def utimens(self, path: str, times: Any = None) -> int:
@@ -115,19 +106,11 @@ class ForgetfulDisk(fuse.Operations):  # type: ignore[misc]  # mfusepy has no ty
         return {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 1 << 20, "f_bavail": 1 << 20, "f_bfree": 1 << 20}
 
 
-def _is_child(name: str, prefix: str) -> bool:
-    return name.startswith(prefix) and name != prefix and "/" not in name[len(prefix) :]
-
-
 def main() -> None:
-    mount, kept, n_changes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    disk = ForgetfulDisk(n_changes)
-    fuse.FUSE(disk, mount, foreground=True, nothreads=True, attr_timeout=0, entry_timeout=0)
-    for folder in sorted(disk.durable_folders - {"/"}):
-        (kept / folder[1:]).mkdir(parents=True, exist_ok=True)
-    for name, inode in disk.durable.items():
-        (kept / name[1:]).parent.mkdir(parents=True, exist_ok=True)
-        (kept / name[1:]).write_bytes(disk.synced.get(inode, b""))
+    disk = ForgetfulDisk()
+    fuse.FUSE(disk, sys.argv[1], foreground=True, nothreads=True, attr_timeout=0, entry_timeout=0, negative_timeout=0)
+    Path(sys.argv[2]).write_text(json.dumps(disk.notes))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,24 +1,20 @@
-"""Promises 4 and 5: a damaged or hostile file is refused by name, nothing outside the directory is opened, nothing
-big is allocated."""
+"""Promise 5: nothing outside the directory is opened, whatever a name or an entry says. Damaged bytes are
+test_every_version's."""
 
 from __future__ import annotations
 
 import os
 import random
 import socket
-import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvferry.store import names, vlkv
-from kvferry.store.errors import EXIT_CODES, SnapshotRejected
+from kvferry.store.errors import SnapshotRejected
 from kvferry.store.faults import FaultyFileSystem
-from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry
-from kvferry.store.inspection import judge
 from kvferry.store.memory_rows import MemoryRows
 
 GEOMETRY = KvGeometry(3, 2, 4)
@@ -26,107 +22,6 @@ N_TOKENS = 50
 IDS = np.arange(1, N_TOKENS + 1, dtype=np.int32)
 VOCAB = 1024
 NAME = vlkv.file_name(vlkv.fnv1a(IDS))
-
-
-class OneFile(PosixFileSystem):
-    """A file system with one file in memory, so that ten thousand damaged versions of it cost no disk."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.memfd_create("snapshot")
-        self.path = path
-
-    def holds(self, data: bytes) -> None:
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, data, 0)
-
-    def open_read(self, path: str) -> int:
-        assert path == str(self.path)
-        return os.dup(self._fd)
-
-
-@pytest.fixture
-def good(make_store, make_rows) -> bytes:
-    store = make_store(geometry=GEOMETRY)
-    info = store.publish(IDS, make_rows(GEOMETRY, N_TOKENS))
-    return (store.path / info.name).read_bytes()
-
-
-@pytest.fixture
-def one_file(tmp_path: Path) -> Iterator[OneFile]:
-    fs = OneFile(tmp_path / NAME)
-    yield fs
-    os.close(fs._fd)
-
-
-def _refusal(fs: OneFile, data: bytes) -> str | None:
-    fs.holds(data)
-    refusal = judge(fs, fs.path, GEOMETRY, VOCAB)
-    return None if refusal is None else refusal.reason
-
-
-def test_the_undamaged_file_is_taken(one_file: OneFile, good: bytes) -> None:
-    assert _refusal(one_file, good) is None
-
-
-def test_every_flipped_bit_of_the_header_is_refused(one_file: OneFile, good: bytes) -> None:
-    for bit in range(64 * 8):
-        damaged = bytearray(good)
-        damaged[bit // 8] ^= 1 << bit % 8
-        assert _refusal(one_file, bytes(damaged)) in EXIT_CODES, f"bit {bit}"
-
-
-def test_every_flipped_bit_of_the_ids_is_refused(one_file: OneFile, good: bytes) -> None:
-    for bit in range(64 * 8, (64 + 4 * N_TOKENS) * 8):
-        damaged = bytearray(good)
-        damaged[bit // 8] ^= 1 << bit % 8
-        assert _refusal(one_file, bytes(damaged)) == "token_hash_mismatch", f"bit {bit}"
-
-
-def test_every_truncation_is_refused(one_file: OneFile, good: bytes) -> None:
-    assert len(good) == 64 + N_TOKENS * 196 > 9_000
-    for n_bytes in range(len(good)):
-        reason = _refusal(one_file, good[:n_bytes])
-        assert reason == ("truncated_header" if n_bytes < 64 else "size_mismatch"), n_bytes
-
-
-def test_10000_random_damages_are_refused_or_are_in_the_rows_where_version_1_cannot_see_them(
-    one_file: OneFile, good: bytes
-) -> None:
-    choices = random.Random(4)
-    n_refused = 0
-    for _ in range(10_000):
-        damaged = bytearray(good)
-        for _ in range(choices.randrange(1, 4)):
-            at = choices.randrange(len(good)) if choices.random() < 0.5 else choices.randrange(64 + 4 * N_TOKENS)
-            damaged[at] ^= 1 << choices.randrange(8)
-        untouched = damaged[: 64 + 4 * N_TOKENS] == good[: 64 + 4 * N_TOKENS]
-        reason = _refusal(one_file, bytes(damaged))
-        assert (reason is None) == untouched
-        n_refused += reason is not None
-    assert n_refused > 5_000
-
-
-def test_10000_hostile_headers_meet_declared_refusals_within_bounded_memory(one_file: OneFile, good: bytes) -> None:
-    """Allocation never follows the header's numbers: at most the file's size and 1 MiB."""
-    choices = random.Random(5)
-    interesting = (0, 1, 2, 31, 32, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 16, 1 << 20)
-    tracemalloc.start()
-    try:
-        judge(one_file, one_file.path, GEOMETRY, VOCAB)  # imports and caches are no one's fault
-        tracemalloc.reset_peak()
-        before, _ = tracemalloc.get_traced_memory()
-        for _ in range(10_000):
-            damaged = bytearray(good)
-            for _ in range(choices.randrange(1, 4)):
-                field = choices.randrange(4, 64, 4)
-                damaged[field : field + 4] = choices.choice(interesting).to_bytes(4, "little")
-            one_file.holds(bytes(damaged))
-            refusal = judge(one_file, one_file.path, None if choices.random() < 0.5 else GEOMETRY, VOCAB)
-            assert refusal is None or refusal.reason in EXIT_CODES
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak - before <= len(good) + (1 << 20)
 
 
 HOSTILE_NAMES = [
