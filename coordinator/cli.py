@@ -37,6 +37,7 @@ def coordinator() -> None:
     help="Tenants that reuse each other's prefixes, or '*': all do. They can tell what the others sent before.",
 )
 @click.option("--expire-days", type=float, help="Delete sessions unused for so long. [default: never]")
+@click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus may ask. [default: nowhere]")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written with address and pid when it serves.")
 @click.option("--config", "config", type=click.Path(path_type=Path), help="Settings in TOML.")
 @click.option(

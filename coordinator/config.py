@@ -64,6 +64,8 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     # At least this generation: the operator's word against nodes that remember a newer coordinator, which is gone for
     # good.
     generation: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    # HOST:PORT at which Prometheus may ask.
+    metrics: str | None = None
     ready_file: Path | None = None
 
     @pydantic.field_validator("model", mode="before")
@@ -71,10 +73,11 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     def _is_one_or_several(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
-    @pydantic.field_validator("listen")
+    @pydantic.field_validator("listen", "metrics")
     @classmethod
-    def _is_address(cls, value: str) -> str:
-        parse_address(value, to_listen=True)
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_address(value, to_listen=True)
         return value
 
     @pydantic.field_validator("share_prefixes")

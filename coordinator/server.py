@@ -23,6 +23,7 @@ from kvferry.coordinator.errors import CannotListen, CannotStart, RegistryUnavai
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
 from kvferry.coordinator.loaded_model import LoadedModel, load_all, served
+from kvferry.coordinator.metrics import CoordinatorMetrics
 from kvferry.coordinator.registry import Registry
 from kvferry.coordinator.routing import Rule, route
 from kvferry.coordinator.service import ChatService
@@ -39,6 +40,7 @@ from kvferry.proto.channel import server_options
 from kvferry.proto.malformed import MalformedRefused
 from kvferry.proto.ready_file import write_ready_file
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+from kvferry.telemetry.exposition import Exposition
 
 logger = logging.getLogger(__name__)
 
@@ -121,12 +123,14 @@ async def serve(
     server = grpc.aio.server(
         interceptors=[MalformedRefused()], options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
     )
-    chat_pb2_grpc.add_ChatServiceServicer_to_server(
-        ChatService(
-            turns=turns, registry=registry, fleet=fleet, snapshots=snapshots, models=models,
-            started_s=clock(), clock=clock, wall_ms=wall_ms,
-        ), server,
+    chat = ChatService(
+        turns=turns, registry=registry, fleet=fleet, snapshots=snapshots, models=models,
+        started_s=clock(), clock=clock, wall_ms=wall_ms,
     )  # fmt: skip
+    chat_pb2_grpc.add_ChatServiceServicer_to_server(chat, server)
+    metrics = CoordinatorMetrics(chat.status)
+    turns.on_finished = metrics.turn_finished
+    exposition = Exposition(settings.metrics, metrics)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(
         FleetService(
             fleet=fleet, snapshots=snapshots, generation=registry.generation, models=models
@@ -144,12 +148,14 @@ async def serve(
         if n_open:
             logger.info("%d open turns are taken up again", n_open)
         await server.start()
+        exposition.start()
         await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         await health_servicer.set(CHAT_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await health_servicer.set(FLEET_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         yield address
     finally:
         await health_servicer.enter_graceful_shutdown()
+        await asyncio.to_thread(exposition.stop)  # a scrape may wait for this loop
         await turns.stop()
         await server.stop(STOP_SECONDS)
         await background.close()

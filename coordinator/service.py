@@ -126,6 +126,10 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
 
     @unary
     async def GetStatus(self, request: chat_pb2.GetStatusRequest, context: Context) -> chat_pb2.GetStatusResponse:
+        return await self.status()
+
+    async def status(self) -> chat_pb2.GetStatusResponse:
+        """The coordinator and its fleet at a glance. Raises RegistryUnavailable."""
         counts = await self.registry.counts()
         accuracy = self.fleet.forecasts.accuracy()
         return chat_pb2.GetStatusResponse(

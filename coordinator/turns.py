@@ -63,6 +63,8 @@ class Turns:
     ) -> None:
         self.n_failovers = 0
         self.n_finished = 0
+        # Hears of each turn that ended.
+        self.on_finished: Callable[[Turn], None] = lambda _: None
         self._models = models
         self._around = around
         self._policy = policy
@@ -342,6 +344,7 @@ class Turns:
         self.n_failovers += runner.n_moves
         if runner.turn.phase is Phase.FINISHED:
             self.n_finished += 1
+            self.on_finished(runner.turn)
             self._last_node[key[0]] = runner.turn.node_id or self.last_node(key[0])
 
     async def _wait_for_more(self, runner: TurnRunner, seen_count: int, arrived_s: float) -> None:

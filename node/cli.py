@@ -50,6 +50,7 @@ def node() -> None:
 @click.option("--restore-deadline-seconds", type=float, help="After which rows are recomputed.  [default: 30]")
 @click.option("--store-stall-seconds", type=float, help="Without progress: the store hangs.  [default: 4]")
 @click.option("--drain-timeout-seconds", type=float, help="For saving everything at the end.  [default: 30]")
+@click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus may ask.  [default: nowhere]")
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="File that says where the node serves, once it does."
 )

@@ -114,6 +114,7 @@ class NodeConfig(BaseSettings):
         default=4.0, gt=0, le=3600, description="without progress in the store, after which it counts as hung"
     )
     drain_timeout_seconds: float = Field(default=30.0, gt=0, le=3600, description="for saving everything on SIGTERM")
+    metrics: str | None = Field(default=None, description="HOST:PORT at which Prometheus may ask; none: nowhere")
     ready_file: Path | None = Field(default=None, description="file that says where the node serves, once it does")
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$", description="what is logged")
 
@@ -132,11 +133,11 @@ class NodeConfig(BaseSettings):
 
     # Field by field, not of the whole: then pydantic tells all problems at once.
 
-    @field_validator("coordinator", "listen")
+    @field_validator("coordinator", "listen", "metrics")
     @classmethod
     def _is_address(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None:
-            parse_address(value, to_listen=info.field_name == "listen")
+            parse_address(value, to_listen=info.field_name != "coordinator")
         return value
 
     @field_validator("node_id")

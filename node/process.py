@@ -24,6 +24,7 @@ from kvferry.node.errors import ConfigInvalid, Draining, PortInUse
 from kvferry.node.loading import load_serving
 from kvferry.node.membership import Membership
 from kvferry.node.messages import Drain, DrainCount, Reply, Shutdown
+from kvferry.node.metrics import NodeMetrics
 from kvferry.node.service import WorkerService
 from kvferry.node.state import NodeState, Serving
 from kvferry.proto.address import why_not_listen
@@ -31,6 +32,7 @@ from kvferry.proto.channel import server_options
 from kvferry.proto.malformed import MalformedRefused
 from kvferry.proto.ready_file import write_ready_file
 from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
+from kvferry.telemetry.exposition import Exposition
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class Node:
         self._membership_task: asyncio.Task[None] | None = None
         self._lag_task: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[DrainCount] | None = None
+        self._exposition = Exposition(config.metrics, NodeMetrics(self._state))
 
     async def serve(self) -> int:
         """Serve until a signal; returns the exit code. Raises what stands in the way of starting."""
@@ -125,6 +128,7 @@ class Node:
         except RuntimeError as error:
             raise PortInUse(f"cannot listen at {self._config.listen}: {error}; give another --listen") from error
         await self._server.start()
+        self._exposition.start()
         host = self._config.listen.rpartition(":")[0]
         self._address = f"{host}:{port}"
         return self._config.advertised(port)
@@ -145,7 +149,9 @@ class Node:
             self._membership_task = asyncio.create_task(self._membership.run())
             self._membership_task.add_done_callback(self._on_membership_end)
         if self._config.ready_file is not None:
-            _tell_ready(self._config.ready_file, self._address, self._config.node_id)
+            _tell_ready(
+                self._config.ready_file, self._address, node_id=self._config.node_id, metrics=self._exposition.address
+            )
         log.info("node %s serves at %s (%s)", self._config.node_id, self._address, serving.identity.kernel_path)
 
     async def _until_stopped(self, task: asyncio.Future[T]) -> T | None:
@@ -171,6 +177,7 @@ class Node:
                 task.cancel()
         if serving is not None:
             serving.engine.send(Shutdown(Draining("this node ends; the turn goes on elsewhere")))
+        await asyncio.to_thread(self._exposition.stop)
         await self._server.stop(GRACE_SECONDS)
         ended = serving is None or await asyncio.to_thread(_end_threads, serving)
         if self._stop.is_set() and (serving is None or not ended):
@@ -242,9 +249,9 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-def _tell_ready(path: Path, address: str, node_id: str) -> None:
+def _tell_ready(path: Path, address: str, **identity: str) -> None:
     """Raises ConfigInvalid: whoever waits for the file would wait for ever."""
     try:
-        write_ready_file(path, address, node_id=node_id)
+        write_ready_file(path, address, **identity)
     except OSError as error:
         raise ConfigInvalid(f"the ready file {path} cannot be written: {error.strerror}") from error
