@@ -32,19 +32,13 @@ ROUTES: Final = [
 
 async def list_models(request: Request) -> Response:
     """GET /v1/models."""
-    status = await context_of(request).client.status()
-    return JSONResponse({"object": "list", "data": [_model(status.model)]})
+    names = await context_of(request).models.names()
+    return JSONResponse({"object": "list", "data": [_model(name) for name in names]})
 
 
 async def get_model(request: Request) -> Response:
     """GET /v1/models/ID."""
-    status = await context_of(request).client.status()
-    name = request.path_params["model"]
-    if name != status.model:
-        raise ApiError(
-            404, f"this cluster serves {status.model}, not {name}", code="model_not_found", parameter="model"
-        )
-    return JSONResponse(_model(name))
+    return JSONResponse(_model(await context_of(request).models.retrieve(request.path_params["model"])))
 
 
 def _model(name: str) -> dict[str, object]:

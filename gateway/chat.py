@@ -25,14 +25,14 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     asked = await read_body(request, ChatRequest)
     asked.check()
-    model = await context.models.served()
+    model = await context.models.find(asked.model)
     last_id = request.headers.get(LAST_EVENT_ID)
     if last_id is not None and asked.stream:
         request_id, seen = sse.parse_event_id(last_id)
         turns = resume_samples(context.client, request_id, len(seen))
     else:
         request_id, seen = f"chatcmpl-{context.new_id()}", (0,) * asked.n
-        turns = await start_samples(context.client, request_id, _order(asked, context), asked.n)
+        turns = await start_samples(context.client, request_id, model, _order(asked, context), asked.n)
     answer = ChatAnswer(request_id, asked, context, model, turns, seen)
     return await answer.streamed() if asked.stream else await answer.collected()
 

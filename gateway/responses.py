@@ -33,7 +33,7 @@ async def create_response(request: Request) -> Response:
         return await _streamed_again(context, response_id, seen)
     messages, form = asked.messages(), asked.form()
     sampling = asked.sampling(context.new_seed, logprobs=asked.wants_logprobs, top_logprobs=asked.top_logprobs)
-    session = await _new_session(context, asked.previous_response_id)
+    session = await _new_session(context, asked.model, asked.previous_response_id)
     turn = session.generate(messages, sampling=sampling, max_tokens=asked.max_output_tokens or 0, form=form)
     stream = ResponseStream(_base(await session.details()))
     if asked.stream:
@@ -77,10 +77,10 @@ async def delete_response(request: Request) -> Response:
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-async def _new_session(context: Context, previous_id: str | None) -> AsyncSession:
+async def _new_session(context: Context, model: str, previous_id: str | None) -> AsyncSession:
     name = f"{PREFIX}{context.new_id()}"
     if previous_id is None:
-        return await context.client.create_session(name)
+        return await context.client.create_session(name, model=await context.models.find(model))
     details = await _details(context, previous_id, parameter="previous_response_id")
     if details.session.open_turn_id:
         raise ApiError(

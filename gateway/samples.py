@@ -36,11 +36,11 @@ def session_of(request_id: str, sample: int) -> str:
     return f"{request_id}.{sample}"
 
 
-async def start_samples(client: AsyncClient, request_id: str, order: TurnOrder, n: int) -> list[AsyncTurn]:
+async def start_samples(client: AsyncClient, request_id: str, model: str, order: TurnOrder, n: int) -> list[AsyncTurn]:
     """Sessions for n answers; answer i has the seed of the request plus i. Their turns start when they are read."""
     turns = []
     for sample in range(n):
-        session = await client.create_session(session_of(request_id, sample))
+        session = await client.create_session(session_of(request_id, sample), model=model)
         sampling = dataclasses.replace(order.sampling, seed=((order.sampling.seed or 0) + sample) % 2**64)
         turns.append(
             session.generate(
