@@ -63,9 +63,9 @@ def whole_questions(control: Control, n: int) -> list[TurnRequest]:
 class Choir:
     """Several sessions that are asked at once, each in a thread of its own."""
 
-    def __init__(self, client: Client, turns: Sequence[TurnRequest]) -> None:
+    def __init__(self, client: Client, turns: Sequence[TurnRequest], sessions: Sequence[Session] = ()) -> None:
         self.turns = list(turns)
-        self.sessions: list[Session] = [client.create_session() for _ in turns]
+        self.sessions = list(sessions) or [client.create_session() for _ in turns]
         self._pool = ThreadPoolExecutor(len(self.turns))
         self._arrived = [0] * len(self.turns)
         self._placed: list[str] = [""] * len(self.turns)
