@@ -81,7 +81,7 @@ class ChainReader:
     def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
         """Copies rows out. Raises BlockDamagedError, SnapshotRejected, SnapshotGone, StoreUnavailable."""
         if self._scratch is None:
-            self._scratch = memoryview(bytearray(self._scratch_bytes))
+            self._scratch = _uncleared(self._scratch_bytes)
         for part in self.parts:
             a, b = max(start, part.start), min(stop, part.stop)
             if a < b:
@@ -125,7 +125,7 @@ class ChainReader:
         buffers = tuple(
             np.empty((self._rows_per_run, plane.width), plane.dtype) for plane in planes_of(self.kind, self.geometry)
         )
-        scratch = memoryview(bytearray(self._scratch_bytes))
+        scratch = _uncleared(self._scratch_bytes)
         for layer in itertools.islice(work, most):
             for part in self.parts:
                 part.file.will_read(layer + LAYERS_AHEAD, part.start, min(part.stop, work.n_good))
@@ -176,6 +176,11 @@ class ChainReader:
         if has_tiles and start % size and border < stop and part.file.extent.is_tile(border // size):
             return border
         return min(stop, start // size * size + self._rows_per_run, start + self._rows_per_run)
+
+
+def _uncleared(n_bytes: int) -> memoryview:
+    """Memory that is written before it is read; clearing it would take longer than a small restore."""
+    return memoryview(np.empty(n_bytes, np.uint8))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -88,6 +88,7 @@ def make_store(tmp_path: Path, tiny: KvGeometry) -> MakeStore:
         trash_grace_s: float = 120,
         fs: FileSystem | None = None,
         fingerprint: str = FINGERPRINT,
+        version: Literal[1, 3] = 1,
     ) -> SnapshotStore:
         return SnapshotStore(
             root,
@@ -100,6 +101,7 @@ def make_store(tmp_path: Path, tiny: KvGeometry) -> MakeStore:
             trash_grace_s=trash_grace_s,
             fs=fs,
             unique=lambda: f"{next(counter):032x}",
+            version=version,
         )
 
     return make

@@ -3,7 +3,7 @@ SEED VERSION`.
 
 Version 3 writes each session as two segments. MODE "random": N kills at random instants. MODE "calls": a kill before
 each file system call of a save, one call after the other. Prints a JSON object of counts; a torn file, wrong rows or a
-lost old file are counted, not raised.
+lost old file are counted, not raised. MODE "pile": N kills with a temporary file open, and one start after them all.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def rows_of(number: int) -> MemoryRows:
     return MemoryRows(k, -k)
 
 
-def open_store(root: Path, fs: FileSystem | None = None) -> SnapshotStore:
+def open_store(root: Path, fs: FileSystem | None = None, max_files: int = MAX_FILES) -> SnapshotStore:
     version: Literal[1, 3] = 3 if VERSION == 3 else 1
     store = SnapshotStore(
-        root, "kill", GEOMETRY, VOCAB, 1 << 30, MAX_FILES, "node-1", trash_grace_s=0, fs=fs, version=version
+        root, "kill", GEOMETRY, VOCAB, 1 << 40, max_files, "node-1", trash_grace_s=0, fs=fs, version=version
     )
     if version == 3:
         store.refresh()
@@ -121,20 +121,38 @@ def look(root: Path, counts: dict[str, int]) -> None:
             counts["wrong"] += not np.array_equal(rows.k, wanted.k[:, : match.n_common])
 
 
+class Deadly:
+    """Told of each call, kills this process at one of those that are made with the temporary file open."""
+
+    def __init__(self, n_writes: int) -> None:
+        self.left = n_writes
+
+    def __call__(self, call: str) -> None:
+        if call in {"fstat", "writev", "fsync"}:
+            self.left -= 1
+            if self.left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pile_up(root: Path, n_kills: int, moments: random.Random) -> None:
+    """Kills N writers while their temporary file is being written, and looks at nothing in between."""
+    deadly = Deadly(0)
+    store = open_store(root, FaultyFileSystem(on_call=deadly), max_files=1 << 20)
+    for kill in range(n_kills):
+        deadly.left = moments.choice(
+            (0, 0, 0, 0, 1, 2, 3)
+        )  # most right after it was made: the others look at all files
+        child = os.fork()
+        if child == 0:
+            publish(store, 1000 * (kill + 1))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status)
+
+
 def main() -> None:
     root, mode, n_kills, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    names = (
-        "kills",
-        "finished",
-        "seen",
-        "torn",
-        "wrong",
-        "lost",
-        "temps_left",
-        "temps_after_reap",
-        "refused_after_start",
-    )
-    counts = dict.fromkeys(names, 0)
+    counts = dict.fromkeys(COUNTED, 0)
     moments = random.Random(seed)
     store = open_store(root)
     store.reap()
@@ -144,7 +162,11 @@ def main() -> None:
     for number in range(N_SESSIONS):
         publish(store, number)
     save_s = (time.monotonic() - started) / N_SESSIONS
-    for kill in range(n_kills):
+    if mode == "pile":
+        pile_up(root, n_kills, moments)
+        counts["kills"] = n_kills
+        look(root, counts)
+    for kill in range(n_kills if mode != "pile" else 0):
         child = os.fork()
         if child == 0:
             if mode == "random":

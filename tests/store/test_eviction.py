@@ -18,22 +18,13 @@ import pytest
 from kvferry.store import vlkv
 from kvferry.store.errors import SnapshotGone, StoreFull, StoreMisuse
 from kvferry.store.faults import Fault, FaultyFileSystem
-from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.snapshot_store import SnapshotStore
 
+from .no_sync import NoSync
+
 N = 40
-
-
-class NoSync(PosixFileSystem):
-    """Saves thousands of waits where durability is not what is tested."""
-
-    def fsync(self, fd: int) -> None:
-        pass
-
-    def fsync_directory(self, directory: str) -> None:
-        pass
 
 
 def _ids(number: int, n: int = N) -> np.ndarray:

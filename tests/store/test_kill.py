@@ -55,6 +55,15 @@ def test_1000_kills_at_random_instants_tear_nothing(tmp_path: Path, version: int
     _assert_unharmed(counts)
 
 
+def test_the_temporary_files_of_1000_kills_are_gone_after_one_start(tmp_path: Path) -> None:
+    """A fresh one of another node is kept."""
+    counts = _run(tmp_path, "pile", 1000, seed=10, version=3)
+    assert (counts["kills"], counts["temps_left"]) == (1000, 1001)
+    assert counts["temps_after_reap"] == 1
+    assert counts["foreign_temp_kept"]
+    assert counts["torn"] == counts["wrong"] == 0
+
+
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_kill_before_each_single_call_of_a_save_tears_nothing(tmp_path: Path, version: int) -> None:
     counts = _run(tmp_path, "calls", 1000, seed=3, version=version)

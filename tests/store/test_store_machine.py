@@ -16,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.store import names, vlkv
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreFull
-from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.snapshot_store import SnapshotStore
+
+from .no_sync import NoSync
 
 GEOMETRY = KvGeometry(2, 1, 2, 16)
 VOCAB = 4
@@ -28,14 +29,6 @@ FINGERPRINT = "feed"
 # Short sequences over two tokens: most of them are prefixes of one another, or nearly.
 sequences = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
 nodes = st.sampled_from(["node-1", "node-2"])
-
-
-class NoSync(PosixFileSystem):
-    def fsync(self, fd: int) -> None:
-        pass
-
-    def fsync_directory(self, directory: str) -> None:
-        pass
 
 
 def _rows_of(tokens: tuple[int, ...]) -> MemoryRows:
