@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvferry.coordinator.errors import NodeIdTaken
+from kvferry.proto.v1 import common_pb2
 
 MAX_NODES_REMEMBERED: Final = 1_024
 """Dead nodes are listed until this many are known; the design aims at fleets of up to some hundred boards."""
@@ -59,6 +60,8 @@ class Load:
     other_store: bool = False
     # It seals what it saves with another key than we have, so neither it nor we can read what the other saved.
     other_key: bool = False
+    # What it did with its store; None without one.
+    store: common_pb2.StoreFigures | None = None
     # Since the engine last finished a step while it had work; 0 when idle.
     stalled_seconds: float = 0.0
 

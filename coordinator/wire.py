@@ -157,6 +157,7 @@ def node_message(member: Member) -> chat_pb2.NodeInfo:
         other_store=load.other_store,
         other_key=load.other_key,
         pid=node.pid,
+        store=load.store,
     )
 
 
@@ -200,6 +201,7 @@ def load_of(load: worker_pb2.NodeLoad, store: WhichStore) -> Load:
         other_store=differs(load.store_id, store.store_id),
         other_key=differs(load.store_seal, store.seal),
         stalled_seconds=load.stalled_seconds,
+        store=load.store if load.HasField("store") else None,
     )
 
 

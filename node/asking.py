@@ -10,7 +10,7 @@ from google.protobuf import json_format
 from kvferry.node.errors import NodeUnreachable
 from kvferry.proto.channel import channel_options
 from kvferry.proto.status import CODE_KEY
-from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
+from kvferry.proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 TIMEOUT_SECONDS: Final = 5.0
 
@@ -64,8 +64,20 @@ def as_lines(status: worker_pb2.GetNodeStatusResponse) -> list[tuple[str, str]]:
             "snapshots",
             f"{load.snapshots_published} published, {load.snapshots_failed} failed, {load.snapshots_refused} refused",
         ),
+        ("store use", _store_use(load.store) if load.HasField("store") else "no store"),
         ("restored rows", f"{load.blocks_audited} blocks computed again, {load.blocks_wrong} wrong"),
     ]
+
+
+def _store_use(store: common_pb2.StoreFigures) -> str:
+    """In one line."""
+    left = f" ({store.write_budget_left / 1e6:.0f} MB left this hour)" if store.HasField("write_budget_left") else ""
+    n_not_saved = store.saves_without_room + store.saves_over_write_budget
+    return (
+        f"{store.bytes_saved / 1e6:.1f} MB saved{left}, {store.bytes_restored / 1e6:.1f} MB restored, "
+        f"{n_not_saved} saves without room or over budget, {store.saves_not_worth_it} not worth it, "
+        f"{store.files_evicted} files evicted, {store.files_refused} refused, {store.files_quarantined} in quarantine"
+    )
 
 
 def _lag(process: worker_pb2.ProcessHealth) -> str:

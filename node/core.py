@@ -345,6 +345,8 @@ class NodeCore:
         self.memory.keep(resident)
         if self.memory.publisher.is_worth(resident):
             self.memory.publisher.publish_fork(resident)
+        else:
+            self.totals.saves_not_worth_it += self.memory.publisher.can_save(resident) and resident.n_unpublished > 0
 
     def _publish_long_answers(self) -> None:
         for run in self._runs.values():

@@ -32,6 +32,7 @@ from kvferry.store.errors import (
     WriteBudgetSpent,
 )
 from kvferry.store.snapshot_store import Match, SnapshotStore
+from kvferry.store.statistics import StoreStatistics
 from kvferry.store.vlkv3 import ContentSpan
 
 log = logging.getLogger(__name__)
@@ -213,6 +214,10 @@ class IoThreads:
             what, seconds = stalled
             return f"the store has not answered for {seconds:.0f} s ({what}); check its disk or mount"
         return self._read_error or self._write_error
+
+    def statistics(self) -> StoreStatistics | None:
+        """What the store has done since the start; does no I/O."""
+        return None if self._store is None else self._store.statistics()
 
     def readable(self) -> bool:
         """Whether asking for a restore makes sense now."""

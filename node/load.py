@@ -57,6 +57,7 @@ class Totals:
     prompts_covered: int = 0
     snapshots_published: int = 0
     snapshots_failed: int = 0
+    saves_not_worth_it: int = 0
     snapshots_refused: int = 0
     blocks_audited: int = 0
     blocks_wrong: int = 0

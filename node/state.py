@@ -59,8 +59,9 @@ class Serving:
 
     def load(self, now: float) -> worker_pb2.NodeLoad:
         """The load at this moment."""
-        store_id = "" if self.io is None else self.io.store_id
-        return load_message(self.engine.view, self.engine.core.totals, self.store_error(), store_id, now)
+        store_id, statistics = ("", None) if self.io is None else (self.io.store_id, self.io.statistics())
+        totals = self.engine.core.totals
+        return load_message(self.engine.view, totals, self.store_error(), store_id, statistics, now)
 
 
 @dataclass(slots=True, kw_only=True)

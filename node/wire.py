@@ -19,6 +19,7 @@ from kvferry.node.loop_lag import LagSummary
 from kvferry.node.messages import Published
 from kvferry.node.turns import Finished, Prefix, Token
 from kvferry.proto.v1 import common_pb2, worker_pb2
+from kvferry.store.statistics import StoreStatistics
 
 MAX_NAME_BYTES: Final = 256
 MAX_PRIORITY: Final = 100
@@ -187,7 +188,33 @@ def process_message(lag: LagSummary, n_tasks: int, n_open_turns: int) -> worker_
     )
 
 
-def load_message(view: NodeView, totals: Totals, store_error: str, store_id: str, now: float) -> worker_pb2.NodeLoad:
+def store_message(statistics: StoreStatistics | None, totals: Totals) -> common_pb2.StoreFigures | None:
+    """What a node's store has done; None without one."""
+    if statistics is None:
+        return None
+    return common_pb2.StoreFigures(
+        bytes_saved=statistics.bytes_written,
+        bytes_restored=statistics.bytes_read,
+        saves_without_room=statistics.n_without_room,
+        saves_over_write_budget=statistics.n_over_write_budget,
+        saves_not_worth_it=totals.saves_not_worth_it,
+        write_budget_left=statistics.write_budget_left,
+        files_evicted=statistics.n_evicted,
+        files_refused=statistics.n_refusals,
+        files_quarantined=statistics.n_quarantined,
+        blocks_audited=totals.blocks_audited,
+        blocks_wrong=totals.blocks_wrong,
+    )
+
+
+def load_message(
+    view: NodeView,
+    totals: Totals,
+    store_error: str,
+    store_id: str,
+    statistics: StoreStatistics | None,
+    now: float,
+) -> worker_pb2.NodeLoad:
     """What a node tells about its work; `now` in monotonic seconds."""
     return worker_pb2.NodeLoad(
         n_running=view.n_running,
@@ -212,4 +239,5 @@ def load_message(view: NodeView, totals: Totals, store_error: str, store_id: str
         blocks_wrong=totals.blocks_wrong,
         store_id=store_id,
         prompts_covered=totals.prompts_covered,
+        store=store_message(statistics, totals),
     )

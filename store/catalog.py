@@ -74,10 +74,11 @@ class Catalog:
         self._terms = terms
         self._versions = versions  # of whole files
         self._placeholder_ids = list(placeholder_ids)
-        self._lock = threading.Lock()  # guards the three below; never held during I/O
+        self._lock = threading.Lock()  # guards the four below; never held during I/O
         self._index = LcpIndex()
         self._chains = Chains(lambda ids, spans: prefix_digest(terms.seal, terms.fingerprint or "", ids, spans))
         self._refused: dict[str, tuple[Identity | None, str]] = {}
+        self._n_refusals = 0
 
     def __len__(self) -> int:
         with self._lock:
@@ -86,6 +87,12 @@ class Catalog:
     def __contains__(self, name: object) -> bool:
         with self._lock:
             return name in self._index or name in self._chains
+
+    @property
+    def n_refusals(self) -> int:
+        """Files refused since the start, those that went away afterwards as well."""
+        with self._lock:
+            return self._n_refusals
 
     def refused(self) -> dict[str, str]:
         """Name and reason of the files that were refused and are still there."""
@@ -192,6 +199,7 @@ class Catalog:
             self._drop(name)
             known = self._refused.get(name) == (identity, error.reason)
             self._refused[name] = (identity, error.reason)
+            self._n_refusals += not known
         if not known:
             _log.warning("%s", error)
 

@@ -143,6 +143,10 @@ class SegmentShelf:
         self.catalog.add_segment(segment)
         return Saved(extent.name, extent.start, extent.end, extent.file_bytes, outcome)
 
+    def write_budget_left(self) -> int | None:
+        """Bytes that may still be written in this hour. Any thread."""
+        return None if self.write_budget is None else max(0, self.write_budget.left(self.clock()))
+
     def _check_budgets(self, n_bytes: int, final: Path) -> None:
         if n_bytes > self.evictor.budget.max_bytes or self.evictor.budget.max_files < 1:
             raise StoreFull(
@@ -335,7 +339,8 @@ class SegmentShelf:
             )
             new_spans = [span for span in spans if span.start >= start]
             rows = CheckedChain(reader, tell)
-            self._write(extent, ids[start:], new_spans, reader.parts[-1].file.logits(), rows, None, chain)
+            saved = self._write(extent, ids[start:], new_spans, reader.parts[-1].file.logits(), rows, None, chain)
+        self.on_count(bytes_written=saved.n_bytes)
         return self.evictor.discard(covered)
 
 

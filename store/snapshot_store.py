@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from kvferry.store.seals import PlainSeal, Seal
 from kvferry.store.segment_file import Terms
 from kvferry.store.segments import SegmentShelf
 from kvferry.store.space import Budget
+from kvferry.store.statistics import StoreCounts, StoreStatistics
 from kvferry.store.vlkv3 import ContentSpan
 from kvferry.store.whole_files import WholeFiles
 from kvferry.store.write_budget import WriteBudget
@@ -37,17 +36,6 @@ from kvferry.store.write_budget import WriteBudget
 __all__ = ["Match", "ReapReport", "RefreshReport", "SnapshotInfo", "SnapshotStore", "StoreStatistics"]
 
 _log = logging.getLogger(__name__)
-
-_COUNTED = (
-    "n_published",
-    "n_already_there",
-    "n_failed_saves",
-    "n_restored",
-    "n_failed_restores",
-    "bytes_written",
-    "bytes_read",
-    "n_quarantined",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +50,6 @@ class SnapshotInfo:
     n_bytes: int
     already_there: bool
     start: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStatistics:
-    """What a store has done since it was made."""
-
-    n_known: int
-    n_refused: int
-    n_published: int
-    n_already_there: int
-    n_failed_saves: int
-    n_restored: int
-    n_failed_restores: int
-    n_evicted: int
-    bytes_written: int
-    bytes_read: int
-    n_quarantined: int
-    n_orphans: int
 
 
 class SnapshotStore:
@@ -143,8 +113,7 @@ class SnapshotStore:
         versions = {Kind.F32: (1,), Kind.Q8: (2,), None: (1, 2)}.get(kind, ())
         self._catalog = Catalog(self._directory, geometry, vocab_size, trusted_uids, terms, versions, placeholder_ids)
         self._evictor = Evictor(self._directory, self._catalog, self.budget, trash_grace_s)
-        self._lock = threading.Lock()  # guards the counts
-        self._counts: Counter[str] = Counter()
+        self._counts = StoreCounts()
         self._version = version
         self._segments = SegmentShelf(
             directory=self._directory,
@@ -160,7 +129,7 @@ class SnapshotStore:
             clock=clock,
             write_budget=None if write_bytes_per_hour is None else WriteBudget(write_bytes_per_hour),
             read_only=read_only,
-            on_count=self._count,
+            on_count=self._counts.add,
         )
         self._files = WholeFiles(
             directory=self._directory,
@@ -291,9 +260,9 @@ class SnapshotStore:
                 if not self._read_only:
                     self._directory.touch(match.name)
         except Exception:
-            self._count(n_failed_restores=1)
+            self._counts.add(n_failed_restores=1)
             raise
-        self._count(n_restored=1, bytes_read=n_good * (vlkv.ID_BYTES + self.bytes_per_row))
+        self._counts.add(n_restored=1, bytes_read=n_good * (vlkv.ID_BYTES + self.bytes_per_row))
         return n_good
 
     def logits(self, match: Match) -> NDArray[np.float32] | None:
@@ -345,14 +314,14 @@ class SnapshotStore:
         ids = self._checked(token_ids)
         try:
             info = self._save(ids, rows, spans, logits)
-        except Exception:
-            self._count(n_failed_saves=1)
+        except Exception as error:
+            self._counts.add_failed_save(error)
             raise
         if info.already_there:
             self._directory.touch(info.name)
-            self._count(n_already_there=1)
+            self._counts.add(n_already_there=1)
         else:
-            self._count(n_published=1, bytes_written=info.n_bytes)
+            self._counts.add(n_published=1, bytes_written=info.n_bytes)
         return info
 
     def _save(
@@ -413,19 +382,15 @@ class SnapshotStore:
 
     def statistics(self) -> StoreStatistics:
         """Counts since the start."""
-        with self._lock:
-            counts = dict(self._counts)
         return StoreStatistics(
             n_known=len(self._catalog),
             n_refused=len(self._catalog.refused()),
+            n_refusals=self._catalog.n_refusals,
             n_evicted=self._evictor.n_evicted,
             n_orphans=len(self._catalog.orphans()),
-            **{name: counts.get(name, 0) for name in _COUNTED},
+            write_budget_left=self._segments.write_budget_left(),
+            **self._counts.so_far(),
         )
-
-    def _count(self, **increments: int) -> None:
-        with self._lock:
-            self._counts.update(increments)
 
     def _must_write(self, op: str) -> None:
         if self._read_only:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import click
 
@@ -15,7 +15,7 @@ from kvferry.client.commands.options import (
     print_json,
     print_table,
 )
-from kvferry.client.sdk import Client, NodeInfo
+from kvferry.client.sdk import Client, NodeInfo, StoreFigures
 
 
 @click.command()
@@ -56,7 +56,25 @@ def status(coordinator: str, as_json: bool) -> None:
             f"first token after {found.first_token_seconds:.2f} s at the median of the last {found.n_predictions}, "
             f"predicted {found.predicted_seconds:.2f} s, off by {found.prediction_error:.0%}"
         )
+    stores = [node.store for node in found.nodes if node.store is not None]
+    if stores:
+        click.echo(_store_use(stores))
     _print_nodes(found.nodes)
+
+
+def _store_use(stores: Sequence[StoreFigures]) -> str:
+    """What the nodes did with their stores since they were started, all together."""
+
+    def total(what: Callable[[StoreFigures], int]) -> int:
+        return sum(map(what, stores))
+
+    return (
+        f"stores: {bytes_text(total(lambda s: s.bytes_saved))} saved, "
+        f"{bytes_text(total(lambda s: s.bytes_restored))} restored, "
+        f"{total(lambda s: s.saves_without_room + s.saves_over_write_budget)} saves refused by a budget, "
+        f"{total(lambda s: s.files_evicted)} files evicted, {total(lambda s: s.files_refused)} refused; "
+        f"{total(lambda s: s.blocks_audited)} restored blocks computed again, {total(lambda s: s.blocks_wrong)} wrong"
+    )
 
 
 OTHER_STORE = (

@@ -57,6 +57,7 @@ from kvferry.client.sdk.values import (
     Sampling,
     SessionDetails,
     SessionInfo,
+    StoreFigures,
     TurnInfo,
     TurnState,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "SessionDetails",
     "SessionInfo",
     "Started",
+    "StoreFigures",
     "Token",
     "TokenLogprob",
     "Tool",

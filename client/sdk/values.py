@@ -175,6 +175,27 @@ class ModelInfo:
     fingerprints: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFigures:
+    """What one node did with its store, since its start."""
+
+    bytes_saved: int
+    bytes_restored: int
+    # Saves that did not happen, by why.
+    saves_without_room: int
+    saves_over_write_budget: int
+    saves_not_worth_it: int
+    # Bytes that may still be written in this hour; None where the node has no such budget.
+    write_budget_left: int | None
+    files_evicted: int
+    # Found damaged, forged, or to be of something else.
+    files_refused: int
+    files_quarantined: int
+    # Blocks of restored rows that were computed again in idle time, and those whose bits differed.
+    blocks_audited: int
+    blocks_wrong: int
+
+
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
     """A node as the coordinator sees it."""
@@ -202,6 +223,8 @@ class NodeInfo:
     other_key: bool
     pid: int
     sees_images: bool
+    # None for a node without a store.
+    store: StoreFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)

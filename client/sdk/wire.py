@@ -33,6 +33,7 @@ from kvferry.client.sdk.values import (
     Sampling,
     SessionDetails,
     SessionInfo,
+    StoreFigures,
     TurnInfo,
     TurnState,
 )
@@ -317,6 +318,23 @@ def node_of(message: chat_pb2.NodeInfo) -> NodeInfo:
         other_key=message.other_key,
         pid=message.pid,
         sees_images=message.sees_images,
+        store=_store_of(message.store) if message.HasField("store") else None,
+    )
+
+
+def _store_of(message: common_pb2.StoreFigures) -> StoreFigures:
+    return StoreFigures(
+        bytes_saved=message.bytes_saved,
+        bytes_restored=message.bytes_restored,
+        saves_without_room=message.saves_without_room,
+        saves_over_write_budget=message.saves_over_write_budget,
+        saves_not_worth_it=message.saves_not_worth_it,
+        write_budget_left=message.write_budget_left if message.HasField("write_budget_left") else None,
+        files_evicted=message.files_evicted,
+        files_refused=message.files_refused,
+        files_quarantined=message.files_quarantined,
+        blocks_audited=message.blocks_audited,
+        blocks_wrong=message.blocks_wrong,
     )
 
 

@@ -1248,6 +1248,7 @@ class NodeInfo(_message.Message):
     OTHER_STORE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     OTHER_KEY_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     address: _builtins.str
     state: Global___NodeState.ValueType
@@ -1272,6 +1273,10 @@ class NodeInfo(_message.Message):
     pid: _builtins.int
     other_key: _builtins.bool
     """It seals what it saves with another key than the coordinator has: none of them can resume what the other saved."""
+    @_builtins.property
+    def store(self) -> _common_pb2.StoreFigures:
+        """Absent for a node without a store."""
+
     def __init__(
         self,
         *,
@@ -1296,10 +1301,11 @@ class NodeInfo(_message.Message):
         other_store: _builtins.bool = ...,
         pid: _builtins.int = ...,
         other_key: _builtins.bool = ...,
+        store: _common_pb2.StoreFigures | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_tokens_per_second", b"decode_tokens_per_second", "fingerprint", b"fingerprint", "kernel_path", b"kernel_path", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "model", b"model", "n_queued", b"n_queued", "n_resident_sessions", b"n_resident_sessions", "n_running", b"n_running", "n_threads", b"n_threads", "node_id", b"node_id", "other_key", b"other_key", "other_store", b"other_store", "pid", b"pid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "seconds_since_heartbeat", b"seconds_since_heartbeat", "sees_images", b"sees_images", "state", b"state", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_tokens_per_second", b"decode_tokens_per_second", "fingerprint", b"fingerprint", "kernel_path", b"kernel_path", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "model", b"model", "n_queued", b"n_queued", "n_resident_sessions", b"n_resident_sessions", "n_running", b"n_running", "n_threads", b"n_threads", "node_id", b"node_id", "other_key", b"other_key", "other_store", b"other_store", "pid", b"pid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "seconds_since_heartbeat", b"seconds_since_heartbeat", "sees_images", b"sees_images", "state", b"state", "store", b"store", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

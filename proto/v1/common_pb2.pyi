@@ -299,3 +299,63 @@ class KvGeometry(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvGeometry: _TypeAlias = KvGeometry  # noqa: Y015
+
+@_typing.final
+class StoreFigures(_message.Message):
+    """What one node did with its store, since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_SAVED_FIELD_NUMBER: _builtins.int
+    BYTES_RESTORED_FIELD_NUMBER: _builtins.int
+    SAVES_WITHOUT_ROOM_FIELD_NUMBER: _builtins.int
+    SAVES_OVER_WRITE_BUDGET_FIELD_NUMBER: _builtins.int
+    SAVES_NOT_WORTH_IT_FIELD_NUMBER: _builtins.int
+    WRITE_BUDGET_LEFT_FIELD_NUMBER: _builtins.int
+    FILES_EVICTED_FIELD_NUMBER: _builtins.int
+    FILES_REFUSED_FIELD_NUMBER: _builtins.int
+    FILES_QUARANTINED_FIELD_NUMBER: _builtins.int
+    BLOCKS_AUDITED_FIELD_NUMBER: _builtins.int
+    BLOCKS_WRONG_FIELD_NUMBER: _builtins.int
+    bytes_saved: _builtins.int
+    """Of files written, and of rows read from files."""
+    bytes_restored: _builtins.int
+    saves_without_room: _builtins.int
+    """Saves that did not happen: for lack of room (the store's budget, or the disk), for the node's bytes per hour, and since a
+    session had not grown enough to be worth a file.
+    """
+    saves_over_write_budget: _builtins.int
+    saves_not_worth_it: _builtins.int
+    write_budget_left: _builtins.int
+    """What may still be written in this hour; absent where a node has no such budget."""
+    files_evicted: _builtins.int
+    files_refused: _builtins.int
+    """Files that were found damaged, forged, or to be of something else; and how many of them went to quarantine."""
+    files_quarantined: _builtins.int
+    blocks_audited: _builtins.int
+    """Blocks of restored rows that were computed again in idle time, and those whose bits differed: an alarm."""
+    blocks_wrong: _builtins.int
+    def __init__(
+        self,
+        *,
+        bytes_saved: _builtins.int = ...,
+        bytes_restored: _builtins.int = ...,
+        saves_without_room: _builtins.int = ...,
+        saves_over_write_budget: _builtins.int = ...,
+        saves_not_worth_it: _builtins.int = ...,
+        write_budget_left: _builtins.int | None = ...,
+        files_evicted: _builtins.int = ...,
+        files_refused: _builtins.int = ...,
+        files_quarantined: _builtins.int = ...,
+        blocks_audited: _builtins.int = ...,
+        blocks_wrong: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_write_budget_left", b"_write_budget_left", "write_budget_left", b"write_budget_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_write_budget_left", b"_write_budget_left", "blocks_audited", b"blocks_audited", "blocks_wrong", b"blocks_wrong", "bytes_restored", b"bytes_restored", "bytes_saved", b"bytes_saved", "files_evicted", b"files_evicted", "files_quarantined", b"files_quarantined", "files_refused", b"files_refused", "saves_not_worth_it", b"saves_not_worth_it", "saves_over_write_budget", b"saves_over_write_budget", "saves_without_room", b"saves_without_room", "write_budget_left", b"write_budget_left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__write_budget_left: _TypeAlias = _typing.Literal["write_budget_left"]  # noqa: Y015
+    _WhichOneofArgType__write_budget_left: _TypeAlias = _typing.Literal["_write_budget_left", b"_write_budget_left"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__write_budget_left) -> _WhichOneofReturnType__write_budget_left | None: ...
+
+Global___StoreFigures: _TypeAlias = StoreFigures  # noqa: Y015

@@ -192,7 +192,10 @@ class ScriptedCoordinator(chat_pb2_grpc.ChatServiceServicer):
 
     async def ListNodes(self, request, context):
         await self._short_call(request, context)
-        node = chat_pb2.NodeInfo(node_id="n1", state=chat_pb2.NODE_STATE_LIVE, store_ok=True, kv_bytes_budget=1 << 30)
+        store = common_pb2.StoreFigures(bytes_saved=3 << 20, files_refused=2)
+        node = chat_pb2.NodeInfo(
+            node_id="n1", state=chat_pb2.NODE_STATE_LIVE, store_ok=True, kv_bytes_budget=1 << 30, store=store
+        )
         return chat_pb2.ListNodesResponse(nodes=[node])
 
     async def GetStatus(self, request, context):

@@ -309,8 +309,11 @@ async def test_sessions_nodes_and_status_as_table_and_as_json(coordinator, env):
     assert (await kvferry("sessions", "delete", "mine", **env))[1] == "deleted mine\n"
     assert (await kvferry("sessions", "delete", "mine", **env))[0] == 1
     assert "n1    live" in (await kvferry("nodes", **env))[1]
-    assert json.loads((await kvferry("nodes", "--json", **env))[1])[0]["state"] == "live"
-    assert "2 failovers" in (await kvferry("status", **env))[1]
+    (told,) = json.loads((await kvferry("nodes", "--json", **env))[1])
+    assert (told["state"], told["store"]["bytes_saved"], told["store"]["write_budget_left"]) == ("live", 3 << 20, None)
+    status = (await kvferry("status", **env))[1]
+    assert "2 failovers" in status
+    assert "stores: 3.0 MiB saved" in status
     assert json.loads((await kvferry("status", "--json", **env))[1])["n_failovers"] == 2
 
 

@@ -60,6 +60,7 @@ async def test_a_node_with_another_store_is_noticed_and_told_of(processes: Proce
         await until(told)
         assert not (await seen())["a"].other_store
         assert (await seen())["a"].pid == same.pid
+        assert (await seen())["a"].HasField("store")
         await eventually(lambda: "node b saves to another store" in processes.logs())
     finally:
         await client.channel.close()
