@@ -28,11 +28,14 @@ class Fleet:
         self._clock = clock
         self._membership = Membership(lease_seconds, self.heartbeat_seconds / 2, stall_seconds)
         self._n_placed: Counter[str] = Counter()
+        # Turns that a node counted in its last heartbeat beyond ours: other coordinators'.
+        self._n_others: dict[str, int] = {}
         self._states: dict[tuple[str, str], NodeState] = {}
 
     def register(self, node: Node) -> str | None:
         """Raises NodeIdTaken. Returns the boot that was replaced."""
         replaced = self._membership.register(node, self._clock())
+        self._note_load(node.node_id, node.load)
         self.changed.ring()
         return replaced
 
@@ -41,6 +44,7 @@ class Fleet:
         known = self._membership.heartbeat(node_id, boot_id, load, resident, draining, self._clock())
         if known and (member := self._membership.member(node_id, self._clock())) is not None:
             self.forecasts.heard(member.node, resident)
+            self._note_load(node_id, load)
         self._ring_if_states_changed()
         return known
 
@@ -84,16 +88,23 @@ class Fleet:
         nodes = {member.node.node_id: member.node for member in members}
         return View(
             members=members,
-            n_placed=self._n_placed,
+            n_turns={node_id: self.n_turns(node_id) for node_id in nodes},
             n_stored=n_stored,
             n_shared=self.forecasts.shared(nodes.values(), token_ids),
             forecasts=self.forecasts.of(nodes, self._clock()),
         )
 
+    def n_turns(self, node_id: str) -> int:
+        """On the node: ours as of now, others' as of its last heartbeat."""
+        return self._n_placed[node_id] + self._n_others.get(node_id, 0)
+
+    def _note_load(self, node_id: str, load: Load) -> None:
+        self._n_others[node_id] = max(0, load.n_running + load.n_queued - self._n_placed[node_id])
+
     @contextlib.contextmanager
     def placement(self, node: Node, prediction: Prediction) -> Iterator[Awaiting]:
         """Counts a turn as the node's for as long as it is there."""
-        awaiting = self.forecasts.placed(node, prediction, self._n_placed[node.node_id], self._clock())
+        awaiting = self.forecasts.placed(node, prediction, self.n_turns(node.node_id), self._clock())
         self._n_placed[node.node_id] += 1
         try:
             yield awaiting

@@ -62,8 +62,8 @@ class View:
     """What is known at the moment of the decision."""
 
     members: Sequence[Member]
-    # node_id -> turns this coordinator has placed there; fresher than the node's last heartbeat.
-    n_placed: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # node_id -> turns there; of a node that is not here, what its last heartbeat said.
+    n_turns: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # fingerprint -> tokens of this request that the shared store could restore.
     n_stored: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # node_id -> leading tokens of this request whose rows other sessions have in the node's memory.
@@ -269,9 +269,9 @@ def n_stored(view: View, member: Member) -> int:
 
 
 def load_of(view: View, member: Member) -> int:
-    """Turns on the node: its own count may be a heartbeat old, ours does not see other coordinators'."""
+    """Turns on the node, running or waiting."""
     load = member.node.load
-    return max(load.n_running + load.n_queued, view.n_placed.get(member.node.node_id, 0))
+    return view.n_turns.get(member.node.node_id, load.n_running + load.n_queued)
 
 
 def praise(request: RouteRequest, best: _Option, n_considered: int) -> str:

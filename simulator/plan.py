@@ -110,7 +110,7 @@ class Planner:
         self._board_of = {board.name: board for board in self.boards}
         self._nodes_by_id = {node.node_id: node for node in self.nodes}
         # Kept up with each change, since a fleet of thousands cannot be counted for each question.
-        self._n_placed: dict[str, int] = {}
+        self._n_turns: dict[str, int] = {}
         self._shared: dict[int, dict[str, int]] = {}
         self._rule = rule
         self._sessions = [_Session(plan, number) for number, plan in enumerate(sessions)]
@@ -139,7 +139,7 @@ class Planner:
         stored = self.store.rows_for(session.number, plan.system, plan.system_tokens)
         return View(
             members=self._members,
-            n_placed=self._n_placed,
+            n_turns=self._n_turns,
             n_stored={FINGERPRINT: min(stored, session.n_tokens - 1)} if stored else {},
             n_shared=self._shared.get(plan.system, {}),
             forecasts=self.forecasts.of(self._nodes_by_id, self.now_s),
@@ -184,7 +184,7 @@ class Planner:
 
     def _note(self, board: ModelBoard, system: int, system_tokens: int) -> None:
         """What the coordinator knows of this board now."""
-        self._n_placed[board.name] = board.n_turns
+        self._n_turns[board.name] = board.n_turns
         self._shared.setdefault(system, {})[board.name] = system_tokens
         for other, holders in self._shared.items():
             if not board.systems.get(other):

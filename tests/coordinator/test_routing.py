@@ -34,13 +34,13 @@ def member(
 
 
 def choose(
-    *members: Member, stored: int = 0, placed: dict[str, int] | None = None, shared: dict[str, int] | None = None,
+    *members: Member, stored: int = 0, turns: dict[str, int] | None = None, shared: dict[str, int] | None = None,
     forecasts: dict[str, Forecast] | None = None, **request: object,
 ) -> Choice:  # fmt: skip
     wanted = {"session_id": "s", "n_tokens": 640, "n_context": 1000, **request}
     usual = {m.node.node_id: Forecast(rates=FAST) for m in members}
     view = View(
-        members=members, n_placed=placed or {}, n_stored={"fp": stored} if stored else {}, n_shared=shared or {},
+        members=members, n_turns=turns or {}, n_stored={"fp": stored} if stored else {}, n_shared=shared or {},
         forecasts={**usual, **(forecasts or {})},
     )  # fmt: skip
     return route(view, RouteRequest(**wanted))
@@ -157,7 +157,7 @@ def test_without_any_difference_the_least_loaded_node_wins_and_then_the_first_by
 
 
 def test_turns_placed_since_the_last_heartbeat_count_as_load() -> None:
-    assert chosen(choose(member("a"), member("b", running=1), placed={"a": 2})) == "b"
+    assert chosen(choose(member("a"), member("b", running=1), turns={"a": 2})) == "b"
 
 
 def test_no_prediction_lets_a_node_queue_more_than_two_turns_beyond_another() -> None:
