@@ -19,6 +19,10 @@ def coordinator() -> None:
 @coordinator.command()
 @click.option("--model", multiple=True, help="A fetched name, a GGUF file or a folder, as the nodes'. [repeatable]")
 @click.option("--listen", metavar="HOST:PORT", help="Where clients and nodes reach it. [default: 127.0.0.1:7070]")
+@click.option(
+    "--registry", metavar="etcd://H:P,H:P", help="Share a registry with other coordinators, in place of --state."
+)
+@click.option("--advertise", metavar="HOST[:PORT]", help="Where those reach this one, if not at --listen.")
 @click.option("--state", type=click.Path(path_type=Path), help="Its own folder, on a local disk.")
 @click.option("--store", metavar="PLACE", help="The shared snapshot folder, or s3://BUCKET/PREFIX; read only here.")
 @click.option("--store-key-file", type=click.Path(path_type=Path), help="The fleet's key, where the nodes have one.")

@@ -10,6 +10,7 @@ import pydantic_settings
 from pydantic import Field
 
 from kvferry.coordinator.errors import InvalidName, InvalidSettings
+from kvferry.coordinator.etcd.address import RegistryAddress
 from kvferry.coordinator.tenants import Sharing
 from kvferry.proto.address import parse_address
 from kvferry.proto.ready_file import why_not_ready_file
@@ -32,7 +33,12 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     # sessions that name none.
     model: Annotated[tuple[str, ...], pydantic_settings.NoDecode, Field(min_length=1)]
     listen: str = "127.0.0.1:7070"
-    state: Path
+    # Where the conversations are kept: etcd://HOST:PORT,HOST:PORT/PREFIX, which several coordinators share, or a folder
+    # of this coordinator's own.
+    registry: str | None = None
+    state: Annotated[Path | None, Field(validate_default=True)] = None
+    # HOST[:PORT] at which the others that share the registry reach this one, if not at ``listen``.
+    advertise: Annotated[str | None, Field(validate_default=True)] = None
     # The shared snapshots, a folder or s3://BUCKET/PREFIX, read only; without them routing does not know what can be
     # restored. The key is needed where the nodes have one.
     store: Annotated[str, Field(min_length=1)] | None = None
@@ -80,6 +86,34 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
             parse_address(value, to_listen=True)
         return value
 
+    @pydantic.field_validator("registry")
+    @classmethod
+    def _is_registry(cls, value: str | None) -> str | None:
+        if value is not None:
+            RegistryAddress.parse(value)
+        return value
+
+    @pydantic.field_validator("state")
+    @classmethod
+    def _is_one_of_two(cls, value: Path | None, info: pydantic.ValidationInfo) -> Path | None:
+        in_etcd = info.data.get("registry") is not None
+        if value is None and not in_etcd:
+            raise ValueError("is missing: give the coordinator a folder of its own, or a registry in etcd")
+        if value is not None and in_etcd:
+            raise ValueError("is of no use beside a registry in etcd: give one of them")
+        return value
+
+    @pydantic.field_validator("advertise")
+    @classmethod
+    def _is_reachable(cls, value: str | None, info: pydantic.ValidationInfo) -> str | None:
+        if value is not None:
+            parse_address(value if ":" in value else f"{value}:1")
+        elif info.data.get("registry") is not None and "listen" in info.data:
+            everywhere = {"0.0.0.0", "[::]"}  # noqa: S104 - looked at, not bound
+            if parse_address(info.data["listen"], to_listen=True)[0] in everywhere:
+                raise ValueError("is missing: listening everywhere, the coordinator cannot know its address")
+        return value
+
     @pydantic.field_validator("share_prefixes")
     @classmethod
     def _are_groups(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -119,6 +153,12 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     def store_place(self) -> StorePlace | None:
         """Where snapshots lie, and how they are sealed."""
         return None if self.store is None else StorePlace(self.store, self.store_key_file, self.store_encrypted)
+
+    def advertised(self, bound: str) -> str:
+        """Where the others reach this coordinator, which listens at ``bound``."""
+        if self.advertise is None:
+            return bound
+        return self.advertise if ":" in self.advertise else f"{self.advertise}:{bound.rpartition(':')[2]}"
 
     def check_here(self) -> None:
         """What only the machine that it is for can tell; raises InvalidSettings."""

@@ -1,4 +1,4 @@
-"""What a reader of a turn may ask for, and what it is told when the coordinator stops."""
+"""What a reader of a turn may ask for, and what it is told when the coordinator lets go of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from kvferry.coordinator.registry import FinishReason
 
 def stopping() -> Stopping:
     return Stopping("the coordinator is stopping; the turn goes on when it is back: resume it then")
+
+
+def moved() -> Stopping:
+    return Stopping("another coordinator has the turn now: resume it, here or there")
 
 
 def is_whole(reason: int) -> bool:

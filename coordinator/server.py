@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
-from uuid import uuid4
 
 import grpc
 import grpc.aio
@@ -24,12 +23,12 @@ from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
 from kvferry.coordinator.loaded_model import LoadedModel, load_all, served
 from kvferry.coordinator.metrics import CoordinatorMetrics
+from kvferry.coordinator.opening import open_registry
+from kvferry.coordinator.peers import Peers
 from kvferry.coordinator.registry import Registry
 from kvferry.coordinator.routing import Rule, route
 from kvferry.coordinator.service import ChatService
 from kvferry.coordinator.snapshots import SnapshotView, check_store
-from kvferry.coordinator.sqlite_registry import SqliteRegistry
-from kvferry.coordinator.state_directory import StateDirectory
 from kvferry.coordinator.tasks import Background
 from kvferry.coordinator.transport import GrpcTransport
 from kvferry.coordinator.turn import TurnPolicy
@@ -63,7 +62,7 @@ async def run(settings: CoordinatorSettings) -> None:
     check_store(settings.store_place)
     models = await asyncio.to_thread(load_all, settings.model, settings.image_tokens)
     async with (
-        open_state(settings.state, settings.generation) as registry,
+        open_registry(settings) as registry,
         serve(settings, models, registry) as address,
     ):
         names = ", ".join(model.text.model_name for model in models)
@@ -83,26 +82,6 @@ def tell_ready(path: Path | None, address: str, coordinator_id: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_state(path: Path, generation_at_least: int = 0) -> AsyncIterator[SqliteRegistry]:
-    """The registry in a locked state folder. Raises CannotStart.
-
-    A new one begins with a generation that no earlier folder can have reached, the time in seconds: nodes that served
-    the coordinator before it follow at once. An old copy of a folder goes on from its own number and is refused.
-    """
-    directory = StateDirectory(path).acquire()
-    try:
-        registry = await SqliteRegistry(path / "registry.sqlite3").open(
-            uuid4().hex, first_generation=wall_ms() // 1000, generation_at_least=generation_at_least
-        )
-        try:
-            yield registry
-        finally:
-            await registry.close()
-    finally:
-        directory.release()
-
-
-@contextlib.asynccontextmanager
 async def serve(
     settings: CoordinatorSettings, loaded: Sequence[LoadedModel], registry: Registry, rule: Rule = route
 ) -> AsyncIterator[str]:
@@ -111,7 +90,7 @@ async def serve(
     clock = time.monotonic
     fleet = Fleet(settings.lease, settings.stall, clock)
     snapshots = SnapshotView(settings.store_place)
-    transport, background = GrpcTransport(), Background()
+    transport, peers, background = GrpcTransport(), Peers(), Background()
     around = Surroundings(
         registry=registry, fleet=fleet, transport=transport, snapshots=snapshots, background=background,
         clock=clock, wall_ms=wall_ms, settled=asyncio.Event(), in_thread=asyncio.to_thread, rule=rule,
@@ -124,7 +103,7 @@ async def serve(
         interceptors=[MalformedRefused()], options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
     )
     chat = ChatService(
-        turns=turns, registry=registry, fleet=fleet, snapshots=snapshots, models=models,
+        turns=turns, peers=peers, registry=registry, fleet=fleet, snapshots=snapshots, models=models,
         started_s=clock(), clock=clock, wall_ms=wall_ms,
     )  # fmt: skip
     chat_pb2_grpc.add_ChatServiceServicer_to_server(chat, server)
@@ -142,11 +121,9 @@ async def serve(
         snapshots.start()
         background.start(fleet.run(), "fleet")
         background.start(settle(around.settled, grace_seconds(settings, fleet, is_new=registry.is_new)), "settle")
-        if settings.expire_days:
-            background.start(expire(turns, settings.expire_days * 86_400), "expire")
-        n_open = await turns.recover()
-        if n_open:
-            logger.info("%d open turns are taken up again", n_open)
+        await registry.announce(settings.advertised(address))
+        await take_up(turns)
+        background.start(keep_house(registry, turns, settings), "housekeeping")
         await server.start()
         exposition.start()
         await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -160,6 +137,7 @@ async def serve(
         await server.stop(STOP_SECONDS)
         await background.close()
         await transport.close()
+        await peers.close()
         snapshots.stop()
 
 
@@ -175,15 +153,37 @@ async def settle(settled: asyncio.Event, seconds: float) -> None:
     settled.set()
 
 
-async def expire(turns: Turns, older_than_s: float) -> None:
-    """Now and then delete what is too old; a registry that fails is asked again later."""
+async def take_up(turns: Turns) -> None:
+    """What no coordinator answers. Raises RegistryUnavailable."""
+    if n_open := await turns.recover():
+        logger.info("%d open turns are taken up again", n_open)
+
+
+async def keep_house(registry: Registry, turns: Turns, settings: CoordinatorSettings) -> None:
+    """What one coordinator does for all: end what others left, delete what is too old.
+
+    A registry that fails is asked again later.
+    """
+    expire_s = settings.expire_days * 86_400
+    next_expiry_s = time.monotonic()
+    pause_s = settings.lease if registry.is_shared else EXPIRY_SECONDS
     while True:
         try:
-            if n := await turns.expire(older_than_s):
-                logger.info("%d sessions were unused for %.1f days and are deleted", n, older_than_s / 86_400)
+            if await registry.keeps_house():
+                if registry.is_shared:
+                    await take_up(turns)
+                if expire_s and time.monotonic() >= next_expiry_s:
+                    next_expiry_s = time.monotonic() + min(EXPIRY_SECONDS, expire_s / 2)
+                    await expire(turns, expire_s)
         except RegistryUnavailable as e:
-            logger.warning("old sessions are not deleted at the moment: %s", e)
-        await asyncio.sleep(min(EXPIRY_SECONDS, older_than_s / 2))
+            logger.warning("there is no housekeeping at the moment: %s", e)
+        await asyncio.sleep(min(pause_s, expire_s / 2) if expire_s else pause_s)
+
+
+async def expire(turns: Turns, older_than_s: float) -> None:
+    """Delete what is too old. Raises RegistryUnavailable."""
+    if n := await turns.expire(older_than_s):
+        logger.info("%d sessions were unused for %.1f days and are deleted", n, older_than_s / 86_400)
 
 
 def add_health_and_reflection(server: grpc.aio.Server) -> health.aio.HealthServicer:

@@ -6,17 +6,18 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.metadata
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from uuid import uuid4
 
 from kvferry.coordinator import requests
-from kvferry.coordinator.errors import BadRequest
+from kvferry.coordinator.errors import BadRequest, TurnElsewhere
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.models import Models, ServedModel
+from kvferry.coordinator.peers import Peers
 from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord
 from kvferry.coordinator.snapshots import SnapshotView
 from kvferry.coordinator.turn import Phase
-from kvferry.coordinator.turns import Turns
+from kvferry.coordinator.turns import Key, Turns
 from kvferry.coordinator.wire import (
     Context,
     model_message,
@@ -34,6 +35,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     """All handlers run on the event loop and block nowhere."""
 
     turns: Turns
+    peers: Peers
     registry: Registry
     fleet: Fleet
     snapshots: SnapshotView
@@ -87,7 +89,12 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     async def DeleteSession(
         self, request: chat_pb2.DeleteSessionRequest, context: Context
     ) -> chat_pb2.DeleteSessionResponse:
-        await self.turns.delete_session(requests.name("session_id", request.session_id))
+        session_id = requests.name("session_id", request.session_id)
+        try:
+            await self.turns.delete_session(session_id)
+        except TurnElsewhere as e:
+            await self.peers.cancel(e, session_id, "")
+            await self.turns.delete_session(session_id)
         return chat_pb2.DeleteSessionResponse()
 
     @streaming
@@ -95,7 +102,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         self, request: chat_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[chat_pb2.GenerateResponse]:
         key = await self.turns.begin(await checked(request))
-        async with contextlib.aclosing(self.turns.events(key, from_index=0)) as events:
+        async with contextlib.aclosing(self._events(key, from_index=0)) as events:
             async for event in events:
                 yield chat_pb2.GenerateResponse(event=event)
 
@@ -104,14 +111,18 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         session_id = requests.name("session_id", request.session_id)
         turn_id = requests.name("turn_id", request.turn_id) if request.turn_id else ""
         key = await self.turns.find(session_id, turn_id)
-        async with contextlib.aclosing(self.turns.events(key, request.from_index)) as events:
+        async with contextlib.aclosing(self._events(key, request.from_index)) as events:
             async for event in events:
                 yield chat_pb2.ResumeResponse(event=event)
 
     @unary
     async def CancelTurn(self, request: chat_pb2.CancelTurnRequest, context: Context) -> chat_pb2.CancelTurnResponse:
         turn_id = requests.name("turn_id", request.turn_id) if request.turn_id else ""
-        await self.turns.cancel(requests.name("session_id", request.session_id), turn_id)
+        session_id = requests.name("session_id", request.session_id)
+        try:
+            await self.turns.cancel(session_id, turn_id)
+        except TurnElsewhere as e:
+            await self.peers.cancel(e, session_id, turn_id)
         return chat_pb2.CancelTurnResponse()
 
     @unary
@@ -152,6 +163,17 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
             sees_images=self.models.default.sees_images,
             models=[model.name for model in self.models],
         )
+
+    async def _events(self, key: Key, from_index: int) -> AsyncGenerator[chat_pb2.TurnEvent, None]:
+        """The turn's events, from here or from the coordinator that has the turn."""
+        try:
+            async with contextlib.aclosing(self.turns.events(key, from_index)) as events:
+                async for event in events:
+                    yield event
+        except TurnElsewhere as e:  # before the first event: who has a turn is asked once
+            async with contextlib.aclosing(self.peers.resume(e, *key, from_index)) as events:
+                async for event in events:
+                    yield event
 
     def _new_session(self, session_id: str, model: ServedModel, tenant: str = "") -> SessionRecord:
         chosen = requests.name("session_id", session_id) if session_id else uuid4().hex

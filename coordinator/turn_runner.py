@@ -17,7 +17,15 @@ import numpy as np
 import stamina
 
 from kvferry.coordinator.conversation import History, TextSide
-from kvferry.coordinator.errors import RegistryUnavailable, UnknownTurn
+from kvferry.coordinator.errors import (
+    NoNode,
+    NotNow,
+    RegistryUnavailable,
+    StaleEpoch,
+    TurnElsewhere,
+    UnknownSession,
+    UnknownTurn,
+)
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.forecasts import Awaiting
 from kvferry.coordinator.membership import LostNode, Node, NodeState
@@ -45,6 +53,10 @@ GOODBYE_SECONDS: Final = 0.25
 
 It is the same burst of bytes.
 """
+
+
+TAKEN_OVER: Final = (StaleEpoch, TurnElsewhere, UnknownSession, UnknownTurn)
+"""What a registry answers about an open turn when another coordinator has it, has finished it, or has deleted it."""
 
 
 class InThread(Protocol):
@@ -88,6 +100,8 @@ class TurnRunner:
         self.changed = Bell()
         # Why nobody works on it, while that is so; empty when a node has it or is about to.
         self.obstacle = "the coordinator has just started and waits for its nodes"
+        # Since when its record cannot be written, while that is so.
+        self.unrecorded_since_s: float | None = None
         # Placements lost by a node that had taken the turn.
         self.n_moves = 0
         self._pictures = history.pictures + turn.record.pictures
@@ -100,12 +114,20 @@ class TurnRunner:
         self._cancelled = asyncio.Event()
 
     async def run(self) -> None:
-        """The whole life of a turn."""
+        """The whole life of a turn, or until another coordinator has it: then it goes on there, or is over."""
+        try:
+            await self._run()
+        except TAKEN_OVER as e:
+            logger.warning("%r is not this coordinator's any more: %s", self.turn, e)
+
+    async def _run(self) -> None:
         try:
             while not self.turn.is_over:
                 choice = await self._find_node()
                 epoch = await self._make_placement_durable(choice)
                 await self._follow(choice, epoch)
+        except TAKEN_OVER:
+            raise
         except Exception:
             logger.exception("%r met a bug", self.turn)
             self.turn.fail(
@@ -120,6 +142,20 @@ class TurnRunner:
         self.turn.cancel(self._now())
         self._cancelled.set()
         self.changed.ring()
+
+    def waits_for(self) -> tuple[float, NotNow] | None:
+        """What keeps the turn from going on, and since when; None while something is under way."""
+        if self.unrecorded_since_s is not None:
+            what: tuple[float, type[NotNow], str] = (
+                self.unrecorded_since_s, RegistryUnavailable, "the turn's record cannot be written at the moment"
+            )  # fmt: skip
+        elif self.turn.phase is Phase.WAITING and self.obstacle:
+            what = self.turn.waiting_since_s, NoNode, "no node can answer at the moment"
+        else:
+            return None
+        since_s, kind, sentence = what
+        end = "the turn is kept and goes on by itself when it can: resume it"
+        return since_s, kind(f"{sentence} ({self.obstacle}); {end}")
 
     async def _find_node(self) -> Choice:
         """Wait until a node may take the turn; a choice without one when the turn is over before."""
@@ -279,12 +315,17 @@ class TurnRunner:
         async for attempt in retries:
             with attempt:
                 try:
-                    return await call()
+                    result = await call()
                 except RegistryUnavailable as e:
+                    self.unrecorded_since_s = (
+                        self._now() if self.unrecorded_since_s is None else self.unrecorded_since_s
+                    )
                     if self.obstacle != str(e):  # not once for every attempt
                         logger.warning("%r waits for its record, trying on: %s", self.turn, e)
                     self._stuck(str(e))
                     raise
+                self.unrecorded_since_s = None
+                return result
         raise AssertionError("endless retries ended")
 
     def _stuck(self, obstacle: str) -> None:

@@ -18,16 +18,16 @@ from kvferry.coordinator.cutting import cut_at
 from kvferry.coordinator.errors import (
     InvalidMessage,
     ModelMismatch,
-    NoNode,
     QueueFull,
     SessionBusy,
+    TurnElsewhere,
     TurnExists,
     UnknownSession,
     UnknownTurn,
 )
 from kvferry.coordinator.membership import NodeState
 from kvferry.coordinator.models import Models, ServedModel
-from kvferry.coordinator.reading import check_index, is_whole, stopping
+from kvferry.coordinator.reading import check_index, is_whole, moved, stopping
 from kvferry.coordinator.registry import SessionRecord, TurnRecord
 from kvferry.coordinator.requests import TurnRequest, answer_budget
 from kvferry.coordinator.tenants import ALONE, Sharing
@@ -83,16 +83,19 @@ class Turns:
     # Turns.
 
     async def recover(self) -> int:
-        """Take up every turn that was open when the last coordinator ended; returns how many."""
+        """Take up every open turn that no coordinator has; returns how many."""
         n_resumed = 0
         for record in await self._around.registry.open_turns():
+            key = (record.session_id, record.turn_id)
+            if key in self._runners:
+                continue
             try:
-                session, _ = await self._own_session(record.session_id)
+                await self._own_session(record.session_id)
+                n_resumed += await self._adopt(key) is not None
             except ModelMismatch as e:
                 logger.warning("turn %s stays open: %s", record.turn_id, e)
-                continue
-            self._start(session, record, await self._history(record.session_id), resumed=True)
-            n_resumed += 1
+            except (TurnElsewhere, UnknownSession, UnknownTurn):
+                logger.info("turn %s was in other hands before these", record.turn_id)
         return n_resumed
 
     async def begin(self, request: TurnRequest) -> Key:
@@ -136,7 +139,8 @@ class Turns:
         """The turn's events: tokens from ``from_index`` on, and everything that is not a token.
 
         A reader holds an index into the turn's events and nothing else, so a slow one costs nothing and delays nobody.
-        Raises UnknownSession, UnknownTurn, IndexOutOfRange; NoNode when no node has the turn for a while, Stopping.
+        Raises UnknownSession, UnknownTurn, IndexOutOfRange, Stopping; NoNode when no node has the turn for a while,
+        RegistryUnavailable when its record cannot be written for a while; TurnElsewhere before the first event.
         """
         if (runner := self._runners.get(key)) is None:  # a turn that is alive needs no look at the registry
             record = await self._around.registry.get_turn(*key)
@@ -160,16 +164,20 @@ class Turns:
                     yield event
             if runner.turn.phase is Phase.FINISHED and position == len(runner.turn.events):
                 return
-            if self._stopping.is_set() or self._runners.get(key) is not runner:
+            if self._stopping.is_set():
                 raise stopping()
+            if self._runners.get(key) is not runner:
+                raise moved()
             await self._wait_for_more(runner, seen, arrived_s)
 
     async def cancel(self, session_id: str, turn_id: str) -> None:
         """End a turn with the tokens it has, durably.
 
-        No effect on a finished one. Raises UnknownSession, UnknownTurn.
+        No effect on a finished one. Raises UnknownSession, UnknownTurn, TurnElsewhere.
         """
         key = await self.find(session_id, turn_id)
+        if key not in self._runners:
+            await self._adopt(key)
         if (runner := self._runners.get(key)) is not None:
             task = self._tasks[key]
             runner.cancel()
@@ -318,13 +326,20 @@ class Turns:
     async def _adopt(self, key: Key) -> TurnRunner | None:
         """Take up a turn that is open in the registry and that nobody runs; None for one that is over.
 
-        Its beginning became durable although the registry did not say so.
+        Its coordinator is gone, or its beginning became durable although the registry did not say so.
+        Raises TurnElsewhere, UnknownSession, UnknownTurn.
         """
         async with self._session_lock(key[0]):
-            record = await self._around.registry.get_turn(*key)
-            if record.outcome is None and key not in self._runners and not self._stopping.is_set():
-                logger.warning("turn %s of session %s was open and nobody ran it", key[1], key[0])
-                session = await self._around.registry.get_session(key[0])
+            registry = self._around.registry
+            if key in self._runners:
+                return self._runners[key]
+            if (await registry.get_turn(*key)).outcome is not None or self._stopping.is_set():
+                return None
+            with contextlib.suppress(UnknownTurn):  # it ended in this moment
+                await registry.claim_turn(*key)
+                # only now does it stay as it is: whoever had it before may have placed it in between
+                record, session = await registry.get_turn(*key), await registry.get_session(key[0])
+                logger.info("turn %s of session %s is taken up", key[1], key[0])
                 self._start(session, record, await self._history(key[0]), resumed=True)
             return self._runners.get(key)
 
@@ -348,18 +363,14 @@ class Turns:
             self._last_node[key[0]] = runner.turn.node_id or self.last_node(key[0])
 
     async def _wait_for_more(self, runner: TurnRunner, seen_count: int, arrived_s: float) -> None:
-        """Until the next event. Raises NoNode when the turn waited too long for a node in front of this reader."""
-        if runner.turn.phase is not Phase.WAITING or not runner.obstacle:
+        """Until the next event. Raises what the turn waits for when it did so too long in front of this reader."""
+        if (wait := runner.waits_for()) is None:
             await runner.changed.wait(seen_count)
             return
-        waits_since_s = max(arrived_s, runner.turn.waiting_since_s)
-        patience_s = waits_since_s + self._no_node_wait_s - self._around.clock()
-        if patience_s > 0 and await runner.changed.wait(seen_count, patience_s):
-            return
-        raise NoNode(
-            f"no node can answer at the moment ({runner.obstacle}); "
-            "the turn is kept and goes on by itself when one can: resume it"
-        )
+        since_s, error = wait
+        patience_s = max(arrived_s, since_s) + self._no_node_wait_s - self._around.clock()
+        if patience_s <= 0 or not await runner.changed.wait(seen_count, patience_s):
+            raise error
 
     async def _replayed(self, record: TurnRecord, model: ServedModel, from_index: int) -> list[chat_pb2.TurnEvent]:
         if record.outcome is None:  # it ended since it was looked up, or stop() let go of it

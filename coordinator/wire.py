@@ -29,6 +29,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 async def refuse(context: Context, error: Exception) -> NoReturn:
     """End the call with the error's status, sentence and code."""
+    if isinstance(error, grpc.aio.AioRpcError):  # another coordinator's word, passed on
+        await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
     code = getattr(error, "code", None)
     if not isinstance(code, str):
         logger.error("a call met a bug", exc_info=error)

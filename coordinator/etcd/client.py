@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
@@ -24,14 +25,16 @@ T = TypeVar("T")
 CONNECT_SECONDS: Final = 0.5
 """A member on the same LAN connects in milliseconds."""
 
-CALL_SECONDS: Final = 2.0
+CALL_SECONDS: Final = 1.5
 """An election takes about a second, a transaction on a slow disk some tens of milliseconds."""
+
+READ_SECONDS: Final = 3.0
+"""A read asks one member after the other for so long: an election, and then an answer."""
+
+PAUSE_SECONDS: Final = 0.05
 
 LARGEST_PAGE: Final = 32
 """Values of one read: at most 512 KiB each (``records.py``), so a page is 16 MiB at the very most."""
-
-FAILURES_AFTER_WHICH_ALL_WERE_ASKED: Final = 2
-"""Rounds over all members that a read makes before it gives up."""
 
 
 class EtcdClient:
@@ -110,10 +113,14 @@ class EtcdClient:
 
     async def _read(self, call: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
         """Of whichever member answers; for calls that may be repeated."""
-        for _ in range(FAILURES_AFTER_WHICH_ALL_WERE_ASKED * len(self._endpoints) - 1):
-            with contextlib.suppress(RegistryUnavailable):
+        give_up_s = time.monotonic() + READ_SECONDS
+        while True:
+            try:
                 return await self._once(call)
-        return await self._once(call)
+            except RegistryUnavailable:
+                if self._is_closed or time.monotonic() >= give_up_s:
+                    raise
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async def _once(self, call: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
         channel = await self._connected()

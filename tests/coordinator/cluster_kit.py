@@ -20,7 +20,9 @@ from scripted_worker import Script, ScriptedWorker
 
 from kvferry.coordinator.config import CoordinatorSettings
 from kvferry.coordinator.loaded_model import LoadedModel
-from kvferry.coordinator.server import open_state, serve
+from kvferry.coordinator.opening import open_registry
+from kvferry.coordinator.registry import Registry
+from kvferry.coordinator.server import serve
 from kvferry.proto.channel import channel_options
 from kvferry.proto.status import CODE_KEY, RETRY_AFTER_KEY
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, common_pb2
@@ -78,6 +80,12 @@ class Client:
 
     async def status(self) -> chat_pb2.GetStatusResponse:
         return await self.stub.GetStatus(chat_pb2.GetStatusRequest(), timeout=PATIENCE_S)
+
+    async def cancel(self, session_id: str) -> None:
+        await self.stub.CancelTurn(chat_pb2.CancelTurnRequest(session_id=session_id), timeout=PATIENCE_S)
+
+    async def delete(self, session_id: str) -> None:
+        await self.stub.DeleteSession(chat_pb2.DeleteSessionRequest(session_id=session_id), timeout=PATIENCE_S)
 
     async def until_nodes(self, n: int, patience_s: float = PATIENCE_S) -> None:
         """Until n nodes are live."""
@@ -159,7 +167,7 @@ class Cluster:
         self._settings = {
             "model": "unused",
             "listen": "127.0.0.1:0",
-            "state": state,
+            "state": None if "registry" in settings else state,
             "lease": 0.6,
             "no_node_wait": 0.5,
             **settings,
@@ -169,11 +177,12 @@ class Cluster:
         self._workers: list[ScriptedWorker] = []
         self._clients: list[Client] = []
         self.address = ""
+        self.registry: Registry | None = None
 
     async def start(self) -> None:
         settings = CoordinatorSettings(**self._settings)
-        registry = await self._stack.enter_async_context(open_state(settings.state))
-        self.address = await self._stack.enter_async_context(serve(settings, self._models, registry))
+        self.registry = await self._stack.enter_async_context(open_registry(settings))
+        self.address = await self._stack.enter_async_context(serve(settings, self._models, self.registry))
         self._settings["listen"] = self.address  # a restarted one has the same address
 
     async def stop(self) -> None:
@@ -189,10 +198,11 @@ class Cluster:
         return self._clients[-1]
 
     async def worker(self, node_id: str, script: Script | None = None, **identity: Any) -> ScriptedWorker:
-        """One that serves the first model, if nothing else is said."""
+        """One that serves the first model to this coordinator, if nothing else is said."""
+        coordinator = identity.pop("coordinator", self.address)
         text = self._models[0].text
         known = {"tokenizer_digest": text.digest, "vocabulary_size": text.vocab_size, **identity}
-        worker = await ScriptedWorker(node_id, self.address, script, **known).start()
+        worker = await ScriptedWorker(node_id, coordinator, script, **known).start()
         self._workers.append(worker)
         return worker
 
@@ -223,11 +233,12 @@ class Processes:
         return process
 
     def coordinator(self, listen: str = "127.0.0.1:0", *more: str) -> tuple[subprocess.Popen[str], str]:
-        """Starts one on the same state each time; returns it with its address."""
-        ready = self._folder / "ready.json"
+        """Starts one on the same state each time, or on a ``--registry``; returns it with its address."""
+        ready = self._folder / f"ready{len(self._all)}.json"
+        kept = () if "--registry" in more else ("--state", str(self._folder / "state"))
         process = self.start(
             "-m", "kvferry.coordinator", "run", "--model", str(self._model_path), "--listen", listen,
-            "--state", str(self._folder / "state"), "--ready-file", str(ready), *more,
+            "--ready-file", str(ready), *kept, *more,
         )  # fmt: skip
         deadline = time.monotonic() + 3 * PATIENCE_S
         while not (ready.exists() and json.loads(ready.read_text())["pid"] == process.pid):

@@ -91,26 +91,27 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             **identity,
         }
         self._server = grpc.aio.server(options=server_options())
-        self._channel = grpc.aio.insecure_channel(coordinator, options=channel_options())
-        self._fleet = fleet_pb2_grpc.FleetServiceStub(self._channel)
-        self._beating: asyncio.Task[None] | None = None
+        self._channels = [grpc.aio.insecure_channel(a, options=channel_options()) for a in coordinator.split(",")]
+        self._fleets = [fleet_pb2_grpc.FleetServiceStub(channel) for channel in self._channels]
+        self._beating: list[asyncio.Task[None]] = []
 
     async def start(self) -> ScriptedWorker:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
-        self._beating = asyncio.create_task(self._beat())
+        self._beating = [asyncio.create_task(self._beat(fleet)) for fleet in self._fleets]
         return self
 
     async def stop(self) -> None:
         """Vanish: nothing is said, connections break."""
-        if self._beating is not None:
-            self._beating.cancel()
-            await asyncio.gather(self._beating, return_exceptions=True)
+        for beating in self._beating:
+            beating.cancel()
+        await asyncio.gather(*self._beating, return_exceptions=True)
         await self._server.stop(None)
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
-    async def register(self) -> fleet_pb2.RegisterResponse:
+    async def register(self, fleet: fleet_pb2_grpc.FleetServiceAsyncStub | None = None) -> fleet_pb2.RegisterResponse:
         request = fleet_pb2.RegisterRequest(
             node_id=self.node_id,
             boot_id=self.boot_id,
@@ -123,30 +124,32 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             resident=self._resident(),
             **self._identity,
         )
-        return await self._fleet.Register(request, timeout=2)
+        return await (fleet or self._fleets[0]).Register(request, timeout=2)
 
-    async def heartbeat(self) -> fleet_pb2.HeartbeatResponse:
+    async def heartbeat(self, fleet: fleet_pb2_grpc.FleetServiceAsyncStub | None = None) -> fleet_pb2.HeartbeatResponse:
         request = fleet_pb2.HeartbeatRequest(
             node_id=self.node_id, boot_id=self.boot_id, load=self._load(), resident=self._resident(),
             published=self.published, draining=self.script.draining,
         )  # fmt: skip
-        response = await self._fleet.Heartbeat(request, timeout=2)
+        response = await (fleet or self._fleets[0]).Heartbeat(request, timeout=2)
         self.published.clear()
         return response
 
     async def deregister(self) -> None:
-        await self._fleet.Deregister(fleet_pb2.DeregisterRequest(node_id=self.node_id, boot_id=self.boot_id), timeout=2)
+        await self._fleets[0].Deregister(
+            fleet_pb2.DeregisterRequest(node_id=self.node_id, boot_id=self.boot_id), timeout=2
+        )
 
-    async def _beat(self) -> None:
+    async def _beat(self, fleet: fleet_pb2_grpc.FleetServiceAsyncStub) -> None:
         registered, pause_s = False, 0.05
         while True:
             if not self.script.mute:
                 try:
                     if not registered:
-                        pause_s = (await self.register()).heartbeat_seconds
+                        pause_s = (await self.register(fleet)).heartbeat_seconds
                         registered = True
                     else:
-                        registered = not (await self.heartbeat()).register_again
+                        registered = not (await self.heartbeat(fleet)).register_again
                         if not registered:
                             continue
                 except grpc.aio.AioRpcError as e:

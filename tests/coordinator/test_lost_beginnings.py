@@ -6,8 +6,18 @@ import asyncio
 import logging
 from typing import Any
 
+import grpc
 import pytest
-from cluster_kit import Cluster, all_of, ids_of, resume_until_served, take_tokens, until
+from cluster_kit import (
+    Cluster,
+    all_of,
+    code_of,
+    ids_of,
+    read_while_it_lasts,
+    resume_until_served,
+    take_tokens,
+    until,
+)
 from scripted_worker import Script
 
 from kvferry.coordinator.errors import RegistryUnavailable
@@ -92,7 +102,7 @@ async def answered(client: object, session: str) -> bool:
     return turns[0].state == chat_pb2.TURN_STATE_RUNNING
 
 
-async def test_a_registry_that_fails_for_a_while_is_told_once_with_its_cause(
+async def test_a_registry_that_fails_for_a_while_is_logged_once_and_told_to_who_waits(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await cluster.worker("a", Script())
@@ -111,7 +121,11 @@ async def test_a_registry_that_fails_for_a_while_is_told_once_with_its_cause(
 
     monkeypatch.setattr(SqliteRegistry, "finish_turn", fails_at_first)
     caplog.set_level(logging.WARNING, logger="kvferry")
-    assert len(ids_of(await all_of(client.generate(session, turn_id="t")))) == 8
+    events, error = await read_while_it_lasts(client.generate(session, turn_id="t"))
+    assert error is not None
+    assert (error.code(), code_of(error)) == (grpc.StatusCode.UNAVAILABLE, "registry_unavailable")
+    rest = await resume_until_served(client, session, len(ids_of(events)))
+    assert len(ids_of(events) + ids_of(rest)) == 8
     assert n_left < 0
     told = [record.getMessage() for record in caplog.records if "disk I/O error" in record.getMessage()]
     assert len(told) == 1
