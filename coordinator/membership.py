@@ -4,7 +4,7 @@ Theory of operation. Each node is heard by registering and by heartbeats. Its st
 record:
 
     silent for a whole lease, or its engine has not finished
-          a step for stall_seconds while it had work            dead        (its turns move)
+          a step for much longer than its steps take            dead        (its turns move)
     else: said that it drains                                   draining    (no new turns)
     else: silent for half a lease, or a stream of it broke      suspect     (no new turns)
           since it was last heard
@@ -64,6 +64,8 @@ class Load:
     store: common_pb2.StoreFigures | None = None
     # Since the engine last finished a step while it had work; 0 when idle.
     stalled_seconds: float = 0.0
+    # From so long on it hangs, judged by its own steps; 0 while it cannot tell.
+    stall_limit_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +206,7 @@ class Membership:
             return LostNode("draining", "it left the fleet")
         if entry.node.boot_id != boot_id:
             return LostNode("broken_stream", "it was started anew")
-        if entry.node.load.stalled_seconds >= self._stall_seconds:
+        if self._hangs(entry.node.load):
             return LostNode("lease_expired", f"its engine hangs, no step for {entry.node.load.stalled_seconds:.0f} s")
         if self._member(entry, now_s).state is NodeState.DEAD:
             return LostNode("lease_expired", f"it was not heard for its whole lease of {self.lease_seconds:g} s")
@@ -212,7 +214,7 @@ class Membership:
 
     def _member(self, entry: _Entry, now_s: float) -> Member:
         silent_s = max(0.0, now_s - entry.heard_s)
-        if silent_s >= self.lease_seconds or entry.node.load.stalled_seconds >= self._stall_seconds:
+        if silent_s >= self.lease_seconds or self._hangs(entry.node.load):
             state = NodeState.DEAD
         elif entry.node.draining:
             state = NodeState.DRAINING
@@ -221,6 +223,15 @@ class Membership:
         else:
             state = NodeState.LIVE
         return Member(node=entry.node, state=state, silent_seconds=silent_s)
+
+    def _hangs(self, load: Load) -> bool:
+        """By the node's own measure, but not sooner than a silent one is given up, and no later than the setting says.
+
+        Two ticks are a heartbeat, which the figure may be old.
+        """
+        own_s = max(load.stall_limit_seconds, self.lease_seconds - 2 * self._tick_seconds)
+        limit_s = min(own_s, self._stall_seconds) if load.stall_limit_seconds else self._stall_seconds
+        return load.stalled_seconds >= limit_s
 
     def _forget_dead(self, now_s: float) -> None:
         """Make room for a newcomer by forgetting who was silent longest."""

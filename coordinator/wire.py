@@ -204,6 +204,7 @@ def load_of(load: worker_pb2.NodeLoad, store: WhichStore) -> Load:
         other_key=differs(load.store_seal, store.seal),
         stalled_seconds=load.stalled_seconds,
         store=load.store if load.HasField("store") else None,
+        stall_limit_seconds=load.stall_limit_seconds,
     )
 
 

@@ -60,6 +60,7 @@ class NodeCore:
         self._restoring: list[Restoring] = []
         self._n_requests = 0
         self._progress_at = clock()
+        self._can_step = True
         self.memory = RowMemory(
             pool=pool,
             new_sequence=new_sequence,
@@ -104,13 +105,21 @@ class NodeCore:
             n_saved=self.memory.n_saved(),
             is_busy=self.has_work,
             progress_at=self._progress_at,
+            stall_limit_seconds=self._stall_limit_seconds(),
         )
+
+    def _stall_limit_seconds(self) -> float:
+        """Of the next step; none while all wait for memory, which is the store's to give back."""
+        if not self._can_step:
+            return 0.0
+        return self.totals.step_limit.seconds(with_prompts=any(not run.new_tokens for run in self._runs.values()))
 
     def step(self) -> bool:
         """One forward pass; False when nothing could run."""
         began_at = self._clock()
         outputs = self._scheduler.step()
         now = self._clock()
+        self._can_step = bool(outputs)
         if not outputs:
             return False
         self._progress_at = now

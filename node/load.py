@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvferry.engine.jobs import Counters, StepOutput
+from kvferry.engine.scheduler import ROW_BUDGET
+from kvferry.node.step_limit import StepLimit
 
 RATE_WEIGHT: Final = 0.2
 """Weight of the newest measurement: the last dozen steps decide, so a rate follows a throttled board within seconds."""
@@ -39,6 +41,7 @@ class NodeView:
     n_saved: int = 0  # idle sessions whose rows are in the store
     is_busy: bool = False
     progress_at: float = 0.0  # monotonic seconds
+    stall_limit_seconds: float = 0.0  # from then on the engine hangs; 0: nobody knows
 
     def stalled_seconds(self, now: float) -> float:
         """Since the engine last finished a step while it had work; 0 when idle."""
@@ -64,11 +67,13 @@ class Totals:
     prefill_rate: Rate = field(default_factory=Rate)
     decode_rate: Rate = field(default_factory=Rate)
     restore_rate: Rate = field(default_factory=Rate)
+    step_limit: StepLimit = field(default_factory=lambda: StepLimit(ROW_BUDGET))
 
     def measure(self, outputs: Sequence[StepOutput], seconds: float, counters: Counters) -> None:
         """What a step of so many seconds did, and the scheduler's counters after it."""
         n_decoded = sum(output.token is not None and output.n_rows == 1 for output in outputs)
         n_rows = sum(output.n_rows for output in outputs)
+        self.step_limit.learn(n_rows, n_decoded, seconds)
         if n_rows == n_decoded:
             self.decode_rate.add(n_decoded, seconds)
         elif n_decoded == 0:

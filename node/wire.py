@@ -227,6 +227,7 @@ def load_message(
         tokens_accepted=totals.tokens_accepted,
         engine_steps=totals.engine_steps,
         stalled_seconds=view.stalled_seconds(now),
+        stall_limit_seconds=view.stall_limit_seconds,
         prefill_tokens_per_second=totals.prefill_rate.per_second,
         decode_tokens_per_second=totals.decode_rate.per_second,
         restore_bytes_per_second=totals.restore_rate.per_second,

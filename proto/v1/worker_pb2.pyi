@@ -495,6 +495,7 @@ class NodeLoad(_message.Message):
     STORE_SEAL_FIELD_NUMBER: _builtins.int
     PROMPTS_COVERED_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    STALL_LIMIT_SECONDS_FIELD_NUMBER: _builtins.int
     n_running: _builtins.int
     n_queued: _builtins.int
     kv_bytes_used: _builtins.int
@@ -525,6 +526,8 @@ class NodeLoad(_message.Message):
     """How it seals what it saves: "plain", or the seal and the id of its key. Empty without a store."""
     prompts_covered: _builtins.int
     """Turns whose first token needed no forward pass: all rows were there, and the last token's logits."""
+    stall_limit_seconds: _builtins.float
+    """From this long without a step on the engine hangs, by the steps that this node makes; 0 while it cannot tell."""
     @_builtins.property
     def store(self) -> _common_pb2.StoreFigures:
         """Absent without a store."""
@@ -556,10 +559,11 @@ class NodeLoad(_message.Message):
         store_seal: _builtins.str = ...,
         prompts_covered: _builtins.int = ...,
         store: _common_pb2.StoreFigures | None = ...,
+        stall_limit_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_audited", b"blocks_audited", "blocks_wrong", b"blocks_wrong", "decode_tokens_per_second", b"decode_tokens_per_second", "engine_steps", b"engine_steps", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "n_queued", b"n_queued", "n_running", b"n_running", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompts_covered", b"prompts_covered", "restore_bytes_per_second", b"restore_bytes_per_second", "rows_prefilled", b"rows_prefilled", "snapshots_failed", b"snapshots_failed", "snapshots_published", b"snapshots_published", "snapshots_refused", b"snapshots_refused", "stalled_seconds", b"stalled_seconds", "store", b"store", "store_error", b"store_error", "store_id", b"store_id", "store_ok", b"store_ok", "store_seal", b"store_seal", "tokens_accepted", b"tokens_accepted", "tokens_generated", b"tokens_generated", "tokens_proposed", b"tokens_proposed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_audited", b"blocks_audited", "blocks_wrong", b"blocks_wrong", "decode_tokens_per_second", b"decode_tokens_per_second", "engine_steps", b"engine_steps", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "n_queued", b"n_queued", "n_running", b"n_running", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompts_covered", b"prompts_covered", "restore_bytes_per_second", b"restore_bytes_per_second", "rows_prefilled", b"rows_prefilled", "snapshots_failed", b"snapshots_failed", "snapshots_published", b"snapshots_published", "snapshots_refused", b"snapshots_refused", "stall_limit_seconds", b"stall_limit_seconds", "stalled_seconds", b"stalled_seconds", "store", b"store", "store_error", b"store_error", "store_id", b"store_id", "store_ok", b"store_ok", "store_seal", b"store_seal", "tokens_accepted", b"tokens_accepted", "tokens_generated", b"tokens_generated", "tokens_proposed", b"tokens_proposed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

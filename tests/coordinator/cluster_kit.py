@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,9 +225,11 @@ class Processes:
         self._model = model
         self._all: list[subprocess.Popen[str]] = []
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
         log = (self._folder / f"process{len(self._all)}.log").open("w")
-        process = subprocess.Popen([sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            [*within, sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT, text=True
+        )
         log.close()
         self._all.append(process)
         return process
@@ -247,11 +249,12 @@ class Processes:
             time.sleep(0.02)
         return process, json.loads(ready.read_text())["address"]
 
-    def worker(self, node_id: str, coordinator: str, *more: str) -> subprocess.Popen[str]:
+    def worker(self, node_id: str, coordinator: str, *more: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+        """``within``: a command to run it by, such as ``ip netns exec N``."""
         text = self._model.text
         return self.start(
             str(Path(__file__).parent / "scripted_worker.py"), "--node-id", node_id, "--coordinator", coordinator,
-            "--tokenizer-digest", text.digest, "--vocabulary-size", str(text.vocab_size), *more,
+            "--tokenizer-digest", text.digest, "--vocabulary-size", str(text.vocab_size), *more, within=within,
         )  # fmt: skip
 
     def node(self, node_id: str, coordinator: str, store: Path, *more: str) -> subprocess.Popen[str]:

@@ -13,8 +13,10 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import random
 import signal
 import struct
+import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from uuid import uuid4
@@ -64,6 +66,8 @@ class Script:
     skip_index: int | None = None
     # Say nothing more to the coordinator.
     mute: bool = False
+    # The engine hangs since then (of the monotonic clock), with heartbeats that go on.
+    hangs_since: float | None = None
     draining: bool = False
     # As a node with that seal says.
     store_seal: str = ""
@@ -83,6 +87,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.n_running = 0
         self.error: grpc.aio.AioRpcError | None = None
         self._coordinator = coordinator
+        self._host = str(identity.pop("host", "127.0.0.1"))
         self._identity = {
             "model": "scripted",
             "fingerprint": "f" * 32,
@@ -97,7 +102,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def start(self) -> ScriptedWorker:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"{self._host}:{self._server.add_insecure_port(f'{self._host}:0')}"
         await self._server.start()
         self._beating = [asyncio.create_task(self._beat(fleet)) for fleet in self._fleets]
         return self
@@ -157,9 +162,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(pause_s if registered else 0.05)
 
     def _load(self) -> worker_pb2.NodeLoad:
+        since = self.script.hangs_since
         return worker_pb2.NodeLoad(
-            n_running=self.n_running, store_ok=True, kv_bytes_budget=1 << 30, store_seal=self.script.store_seal
-        )
+            n_running=self.n_running, store_ok=True, kv_bytes_budget=1 << 30, store_seal=self.script.store_seal,
+            stalled_seconds=0.0 if since is None else time.monotonic() - since, stall_limit_seconds=0.5,
+        )  # fmt: skip
 
     def _resident(self) -> list[worker_pb2.ResidentSession]:
         return [worker_pb2.ResidentSession(session_id=s, n_tokens=n) for s, n in self.resident.items()]
@@ -217,7 +224,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 await context.abort(grpc.StatusCode.UNKNOWN, "scripted to break")
             if self.script.draining:
                 await context.abort(status_of("draining"), "scripted to drain", trailing_metadata("draining"))
-            await asyncio.sleep(self.script.token_seconds)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Between two tokens; without end when it hangs."""
+        await asyncio.sleep(self.script.token_seconds)
+        if self.script.hangs_since is not None:
+            await asyncio.Event().wait()
 
     async def StopTurn(self, request, context) -> worker_pb2.StopTurnResponse:
         self.stopped.append(request)
@@ -231,7 +244,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 async def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--node-id", required=True)
+    parser.add_argument("--node-id", required=True, help="of one worker, or of several with commas between them")
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--tokenizer-digest", required=True)
     parser.add_argument("--vocabulary-size", type=int, required=True)
@@ -239,8 +253,16 @@ async def main() -> None:
     parser.add_argument("--kill-after", type=int)
     options = parser.parse_args()
     script = Script(token_seconds=options.token_seconds, kill_after=options.kill_after)
-    identity = {"tokenizer_digest": options.tokenizer_digest, "vocabulary_size": options.vocabulary_size}
-    await ScriptedWorker(options.node_id, options.coordinator, script, **identity).start()
+    identity = {
+        "tokenizer_digest": options.tokenizer_digest, "vocabulary_size": options.vocabulary_size, "host": options.host,
+    }  # fmt: skip
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGUSR1, lambda: setattr(script, "hangs_since", time.monotonic())
+    )
+    workers = []
+    for node_id in options.node_id.split(","):
+        workers.append(await ScriptedWorker(node_id, options.coordinator, script, **identity).start())
+        await asyncio.sleep(random.uniform(0.0, 0.1))  # their beats are not one
     await asyncio.Event().wait()
 
 

@@ -90,6 +90,25 @@ def test_a_node_whose_engine_hangs_is_dead_however_well_it_speaks() -> None:
     assert state(membership, 3.0) is NodeState.LIVE
 
 
+@pytest.mark.parametrize(
+    ("limit_s", "stalled_s", "expected"),
+    [
+        (0.4, 2.4, NodeState.LIVE),  # not sooner than one whose silence is noticed
+        (0.4, 2.5, NodeState.DEAD),
+        (20.0, 19.0, NodeState.LIVE),
+        (20.0, 20.0, NodeState.DEAD),
+        (500.0, 60.0, NodeState.DEAD),  # the setting is the last word
+    ],
+)
+def test_a_node_that_knows_its_steps_says_how_long_is_too_long(
+    limit_s: float, stalled_s: float, expected: NodeState
+) -> None:
+    membership = fleet(node())
+    load = Load(stalled_seconds=stalled_s, stall_limit_seconds=limit_s)
+    membership.heartbeat("a", "boot1", load, {}, False, 1.0)
+    assert state(membership, 1.0) is expected
+
+
 def test_a_draining_node_says_so_itself_and_dies_like_any_other() -> None:
     membership = fleet(node())
     beat(membership, 1.0, draining=True)
