@@ -136,7 +136,7 @@ class Deadly:
 
 def pile_up(root: Path, n_kills: int, moments: random.Random) -> None:
     """Kills N writers while their temporary file is being written, and looks at nothing in between."""
-    deadly = Deadly(0)
+    deadly = Deadly(1 << 30)
     store = open_store(root, FaultyFileSystem(on_call=deadly), max_files=1 << 20)
     for kill in range(n_kills):
         deadly.left = moments.choice(
