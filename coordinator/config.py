@@ -59,6 +59,9 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     max_placements: Annotated[int, Field(ge=1, le=100)] = 3
     # Open turns of all sessions. Each costs its token list; a fleet of ten boards runs some hundred at once.
     max_open_turns: Annotated[int, Field(ge=1, le=100_000)] = 1_024
+    # An answer goes on while nobody is connected, for a client that comes back; after so many seconds of a node's work
+    # that nobody read, it is ended with the tokens it has. 0: never.
+    unread_limit: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 600.0
     # One image takes at most so many tokens; larger ones are scaled down. 1,024 are a megapixel, which a board looks at
     # for some half a minute.
     image_tokens: Annotated[int, Field(ge=4, le=1 << 20)] = IMAGE_TOKENS

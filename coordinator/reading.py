@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 from kvferry.coordinator.errors import IndexOutOfRange, Stopping
 from kvferry.coordinator.registry import FinishReason
 
@@ -27,3 +30,26 @@ def check_index(from_index: int, n_tokens: int) -> None:
     """Raises IndexOutOfRange. One past the last token is allowed: only the finish is left then."""
     if from_index > n_tokens:
         raise IndexOutOfRange(f"from_index is {from_index} and the answer has at most {n_tokens} tokens")
+
+
+class Readers:
+    """Who reads a turn's events: how many, and since when nobody does. Seconds of the given clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._n = 0
+        self._left_s = clock()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """For as long as somebody reads."""
+        self._n += 1
+        try:
+            yield
+        finally:
+            self._n -= 1
+            self._left_s = self._clock()
+
+    def unread_seconds(self, since_s: float) -> float:
+        """How long nobody has read, counted from ``since_s`` on."""
+        return 0.0 if self._n else self._clock() - max(self._left_s, since_s)

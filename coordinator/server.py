@@ -49,6 +49,9 @@ MAX_CONCURRENT_CALLS: Final = 4_096
 STOP_SECONDS: Final = 1.0
 """Calls that are open at the end get their status at once; this is for bytes on the way."""
 
+UNREAD_SECONDS: Final = 10.0
+"""How often turns that nobody reads are looked for."""
+
 EXPIRY_SECONDS: Final = 60.0
 """How often old sessions are looked for; days are meant, a minute more is nothing."""
 
@@ -124,6 +127,8 @@ async def serve(
         await registry.announce(settings.advertised(address))
         await take_up(turns)
         background.start(keep_house(registry, turns, settings), "housekeeping")
+        if settings.unread_limit:
+            background.start(end_unread(turns, settings.unread_limit), "unread")
         await server.start()
         exposition.start()
         await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -178,6 +183,13 @@ async def keep_house(registry: Registry, turns: Turns, settings: CoordinatorSett
         except RegistryUnavailable as e:
             logger.warning("there is no housekeeping at the moment: %s", e)
         await asyncio.sleep(min(pause_s, expire_s / 2) if expire_s else pause_s)
+
+
+async def end_unread(turns: Turns, limit_s: float) -> None:
+    """A slot of a node is not for an answer that nobody waits for."""
+    while True:
+        await asyncio.sleep(min(limit_s / 4, UNREAD_SECONDS))
+        turns.end_unread(limit_s)
 
 
 async def expire(turns: Turns, older_than_s: float) -> None:

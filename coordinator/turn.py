@@ -109,6 +109,8 @@ class Turn:
         self.placements: list[chat_pb2.Placement] = []
         # Since when no node has worked on it, as far as a reader can tell.
         self.waiting_since_s = now_s
+        # Since when the latest node has it.
+        self.placed_s = now_s
         # Not before this time may the turn be placed again.
         self.next_try_s = now_s
         self.outcome: TurnOutcome | None = None
@@ -122,7 +124,6 @@ class Turn:
         self._pieces: list[str] = []
         self._with_logprobs: list[common_pb2.GeneratedToken] = []
         self._placed_announced = True
-        self._placed_s = now_s
         self._n_without_token = dict.fromkeys(Blame, 0)
         self._n_failures = 0
         self._n_pauses = 0
@@ -182,7 +183,7 @@ class Turn:
         )  # fmt: skip
         self.placements.append(placement)
         self._placed_announced = False
-        self._placed_s = now_s
+        self.placed_s = now_s
 
     def report_prefix(self, epoch: int, prefix: common_pb2.PrefixReport) -> None:
         """The node says where the rows of the prompt came from."""
@@ -213,7 +214,7 @@ class Turn:
         """The placement of ``epoch`` is over and the answer is not; a late message about an older one is ignored."""
         if self.phase is not Phase.RUNNING or epoch != self.epoch:
             return
-        took_it = self._placed_announced or now_s - self._placed_s >= BRIEF_PLACEMENT_SECONDS
+        took_it = self._placed_announced or now_s - self.placed_s >= BRIEF_PLACEMENT_SECONDS
         self._announce_placement()
         lost = chat_pb2.NodeLost(node_id=self.node_id, cause=loss.cause, detail=loss.detail)
         self._add(chat_pb2.TurnEvent(node_lost=lost), sequence=len(self.answer_ids))
@@ -289,7 +290,7 @@ class Turn:
         if self._first_token_s is None:
             self._first_token_s = now_s
         if not self.placements[-1].first_token_seconds:
-            self.placements[-1].first_token_seconds = max(now_s - self._placed_s, MIN_FIRST_TOKEN_SECONDS)
+            self.placements[-1].first_token_seconds = max(now_s - self.placed_s, MIN_FIRST_TOKEN_SECONDS)
         if self._lost_since_token and self._last_token_s is not None:
             self._longest_pause_s = max(self._longest_pause_s, now_s - self._last_token_s)
         self._last_token_s = now_s

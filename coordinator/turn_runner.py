@@ -31,6 +31,7 @@ from kvferry.coordinator.forecasts import Awaiting
 from kvferry.coordinator.membership import LostNode, Node, NodeState
 from kvferry.coordinator.pictures import spans_of
 from kvferry.coordinator.prediction import Prediction
+from kvferry.coordinator.reading import Readers
 from kvferry.coordinator.registry import FinishReason, Registry, TokenArray
 from kvferry.coordinator.routing import Choice, Rule, route
 from kvferry.coordinator.snapshots import StoredPrefixes
@@ -98,6 +99,7 @@ class TurnRunner:
         self._model = model
         # Rings after every event, for subscribers.
         self.changed = Bell()
+        self.readers = Readers(around.clock)
         # Why nobody works on it, while that is so; empty when a node has it or is about to.
         self.obstacle = "the coordinator has just started and waits for its nodes"
         # Since when its record cannot be written, while that is so.

@@ -151,24 +151,25 @@ class Turns:
                     yield event
                 return
         check_index(from_index, runner.turn.record.max_tokens)
-        position = 0
-        arrived_s = self._around.clock()
-        while True:
-            seen = runner.changed.count
-            while position < len(runner.turn.events):
-                event = runner.turn.events[position]
-                position += 1
-                if event.HasField("finished") and is_whole(event.finished.reason):
-                    check_index(from_index, event.sequence)
-                if not event.HasField("token") or event.sequence >= from_index:
-                    yield event
-            if runner.turn.phase is Phase.FINISHED and position == len(runner.turn.events):
-                return
-            if self._stopping.is_set():
-                raise stopping()
-            if self._runners.get(key) is not runner:
-                raise moved()
-            await self._wait_for_more(runner, seen, arrived_s)
+        with runner.readers.one():
+            position = 0
+            arrived_s = self._around.clock()
+            while True:
+                seen = runner.changed.count
+                while position < len(runner.turn.events):
+                    event = runner.turn.events[position]
+                    position += 1
+                    if event.HasField("finished") and is_whole(event.finished.reason):
+                        check_index(from_index, event.sequence)
+                    if not event.HasField("token") or event.sequence >= from_index:
+                        yield event
+                if runner.turn.phase is Phase.FINISHED and position == len(runner.turn.events):
+                    return
+                if self._stopping.is_set():
+                    raise stopping()
+                if self._runners.get(key) is not runner:
+                    raise moved()
+                await self._wait_for_more(runner, seen, arrived_s)
 
     async def cancel(self, session_id: str, turn_id: str) -> None:
         """End a turn with the tokens it has, durably.
@@ -232,6 +233,13 @@ class Turns:
                     await self.delete_session(session_id)
                     n_deleted += 1
         return n_deleted
+
+    def end_unread(self, limit_s: float) -> None:
+        """End turns that a node answered for so long while nobody read them; they keep their tokens."""
+        for runner in self._runners.values():
+            if runner.turn.phase is Phase.RUNNING and runner.readers.unread_seconds(runner.turn.placed_s) > limit_s:
+                logger.warning("%r is ended: nobody has read it for %.0f s", runner.turn, limit_s)
+                runner.cancel()
 
     def last_node(self, session_id: str) -> str:
         return self._last_node.get(session_id, "")
