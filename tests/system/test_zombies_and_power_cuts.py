@@ -129,16 +129,22 @@ def test_16_a_power_cut_in_many_answers_keeps_every_session(rig: Tripped, n_sess
         time.sleep(rng.uniform(0.2, 1.2))
         cluster.kill_all()
         assert any(0 < n < 40 for n in choir.arrived)
-        for node_id in cluster.nodes:
-            rig.order(node_id)
         threading.Thread(target=cluster.ensure_all_live).start()
         for earlier, log in zip(logs, choir.end(), strict=True):
             earlier.append(log)
+        n_rather_computed = 0
         for number, session in enumerate(sessions):
             rig.control.assert_same([firsts[number], seconds[number]], [log.record for log in logs[number]], session)
-            prefix = logs[number][1].placements[-1].prefix
-            assert prefix is not None
-            assert prefix.n_computed <= BLOCK + prefix.n_tokens - n_saved[number]
+            placed = logs[number][1].placements[-1]
+            assert placed.prefix is not None
+            if placed.prefix.n_computed > BLOCK + placed.prefix.n_tokens - n_saved[number]:
+                assert next(c for c in placed.candidates if c.chosen).reason.endswith(
+                    "sooner than reading them from the store"
+                )
+                n_rather_computed += 1
+    assert n_rather_computed < n_sessions / 2  # a tiny model computes faster than most disks read
+    for node_id in cluster.nodes:
+        rig.order(node_id)
 
 
 def wait_for_saves(rig: Tripped) -> None:
