@@ -31,7 +31,7 @@ class Job:
     the first token. `token_ids` are the prompt's `n_prompt_tokens` and then the answer tokens that exist already;
     `max_tokens` counts those too. Jobs of a higher `priority` go first, and among equals those that arrived earlier, by
     any measure of `arrival`. `seen`: of a sequence with images, with the features of those whose rows are not there.
-    `rule` has been told the answer tokens that exist already.
+    `rule` has been told the answer tokens that exist already. Only jobs of one `namespace` share rows.
     """
 
     job_id: str
@@ -46,6 +46,7 @@ class Job:
     seen: SeenPrompt | None = None
     rule: TokenRule | None = None
     logits: NDArray[np.float32] | None = None  # [vocab]
+    namespace: str = ""
 
     @property
     def n_rows_at_most(self) -> int:
@@ -103,6 +104,10 @@ class Running:
     @property
     def images(self) -> Images:
         return () if self.job.seen is None else self.job.seen.images
+
+    @property
+    def namespace(self) -> str:
+        return self.job.namespace
 
     @property
     def rank(self) -> tuple[int, int, int]:

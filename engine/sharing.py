@@ -33,6 +33,10 @@ class RowsInTheMaking(Protocol):
         """What stands at the image tokens among them."""
 
     @property
+    def namespace(self) -> str:
+        """Only jobs of the same one share rows."""
+
+    @property
     def sequence(self) -> KvSequence:
         """Their rows so far."""
 
@@ -54,7 +58,7 @@ class PrefixShare:
         A job never waits for one of a lower priority, which may itself be waiting for rows to be computed.
         """
         source, n_there, n_coming = None, job.sequence.n_rows, 0
-        for other in others:
+        for other in (other for other in others if other.namespace == job.namespace):
             n_common = self._common(job, other)
             n_rows = self._whole(min(n_common, other.sequence.n_rows))
             if n_rows > n_there:

@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from kvferry.engine.kv_cache import KvPool, KvSequence
 from kvferry.engine.scheduler import Job, Scheduler, StepOutput
-from kvferry.engine.vision.placed import Images, common_prefix
+from kvferry.engine.vision.placed import Images
 from kvferry.engine.vision.sight import SeenPrompt
 from kvferry.engine.vision.tower import Features
 from kvferry.node.audit import RestoreAudit
 from kvferry.node.errors import StaleEpoch, StoreDown
 from kvferry.node.load import NodeView, Totals
 from kvferry.node.memory import RowMemory
-from kvferry.node.messages import LookDone, LookRequest, Published, Reply, RestoreDone, RestoreRequest
+from kvferry.node.messages import LookDone, LookRequest, Published, Reply, RestoreDone, RestoreRequest, RestoreSession
 from kvferry.node.ports import CoreLimits, IoPort, VisionPort
-from kvferry.node.runs import Restoring, Run
-from kvferry.node.sessions import Resident
+from kvferry.node.runs import Restoring, Run, resident_of
+from kvferry.node.sessions import Resident, n_shared
 from kvferry.node.turns import Event, Failed, Finished, Prefix, Token, Turn
 
 log = logging.getLogger(__name__)
@@ -136,14 +136,16 @@ class NodeCore:
         """Find the turn's rows and run it."""
         for run in self._runs_of(turn.session_id):
             self.stop(run.turn.run_id, StaleEpoch(f"session {turn.session_id} went on at epoch {turn.epoch}"))
-        logits = self.memory.ends.find(turn.token_ids, turn.images)
+        logits = self.memory.ends.find(turn.token_ids, turn.images, turn.namespace)
         n_most = len(turn.token_ids) - (logits is None)  # what is not known is computed, for its logits
-        sequence, n_published = self.memory.rows_for(turn.session_id, turn.token_ids, n_most, turn.images)
+        sequence, n_published = self.memory.rows_for(
+            turn.session_id, turn.token_ids, n_most, turn.namespace, turn.images
+        )
         run = Run(turn=turn, sequence=sequence, n_published=n_published, n_resident=sequence.n_rows, logits=logits)
         self._runs[turn.run_id] = run
         if not turn.recompute:
             run.restore = self._ask_restore(
-                turn.token_ids, sequence.n_rows, n_most, turn.images, wants_logits=logits is None
+                turn.token_ids, sequence.n_rows, n_most, turn.namespace, turn.images, wants_logits=logits is None
             )
         run.restore_asked_at = self._clock()
         if run.restore is None:
@@ -184,7 +186,7 @@ class NodeCore:
             if stalled or now > waiting.asked_at + self._limits.restore_deadline_seconds:
                 waiting.request.abandoned = True
                 self._restoring.remove(waiting)
-                waiting.reply.fail(StoreDown("the store did not give the session's rows in time"))
+                waiting.wanted.reply.fail(StoreDown("the store did not give the session's rows in time"))
 
     def _runs_of(self, session_id: str) -> list[Run]:
         return [run for run in self._runs.values() if run.session_id == session_id]
@@ -196,7 +198,7 @@ class NodeCore:
         if self._vision is None or not unseen:
             self._submit(run, {})
         else:
-            run.look = LookRequest(unseen, turn.pixels)
+            run.look = LookRequest(unseen, turn.pixels, turn.namespace)
             self._vision.submit(run.look)
 
     def look_done(self, done: LookDone) -> None:
@@ -230,13 +232,14 @@ class NodeCore:
             seen=run.seen,
             rule=turn.rule,
             logits=run.logits,
+            namespace=turn.namespace,
         )
         self._scheduler.submit(job)
 
     def _find_rows(self, job: Job) -> tuple[KvSequence, int] | None:
         """What became resident while the job waited for its place: another session's turn that ended meanwhile."""
         run = self._runs[int(job.job_id)]
-        return self.memory.whole_blocks_for(run.session_id, run.turn.token_ids[:-1], run.images)
+        return self.memory.whole_blocks_for(run.session_id, run.turn.token_ids[:-1], run.namespace, run.images)
 
     def _tell(self, output: StepOutput, began_at: float, now: float) -> Run | None:
         """Post what a step did for one run; returns the run when it ended."""
@@ -262,12 +265,19 @@ class NodeCore:
     def _remember_end(self, run: Run, logits: NDArray[np.float32]) -> None:
         """The same prompt, asked again, needs no forward pass before its first token."""
         self.totals.prompts_covered += run.logits is logits
-        self.memory.ends.remember(run.turn.token_ids, run.images, logits)
+        self.memory.ends.remember(run.turn.token_ids, run.images, logits, run.namespace)
 
     # Restores.
 
     def _ask_restore(
-        self, token_ids: NDArray[np.int32], n_rows: int, n_most: int, images: Images, *, wants_logits: bool = False
+        self,
+        token_ids: NDArray[np.int32],
+        n_rows: int,
+        n_most: int,
+        namespace: str,
+        images: Images,
+        *,
+        wants_logits: bool = False,
     ) -> RestoreRequest | None:
         """Ask for a prefix that is worth more than the n_rows we have; None when that cannot be."""
         n_least = n_rows + self._limits.restore_min_tokens
@@ -277,26 +287,27 @@ class NodeCore:
         if n_short > 0 and self.memory.make_room(n_short) != "free":
             return None
         self._n_requests += 1
-        request = RestoreRequest(self._n_requests, token_ids, n_least, n_most, images, wants_logits)
+        request = RestoreRequest(self._n_requests, token_ids, n_least, n_most, images, wants_logits, namespace)
         self._io.submit(request)
         return request
 
-    def restore_session(
-        self, session_id: str, token_ids: NDArray[np.int32], images: Images, reply: Reply[Prefix]
-    ) -> None:
+    def restore_session(self, wanted: RestoreSession) -> None:
         """Bring a prefix into memory; computes nothing."""
-        for run in self._runs_of(session_id):
-            n_common = common_prefix(run.tokens_with_rows(), token_ids, run.images, images)
-            reply.ok(Prefix.in_memory(len(token_ids), n_common))
+        token_ids, n_tokens = wanted.token_ids, len(wanted.token_ids)
+        for run in self._runs_of(wanted.session_id):
+            n_common = n_shared(run, token_ids, wanted.namespace, wanted.images)
+            wanted.reply.ok(Prefix.in_memory(n_tokens, n_common))
             return
-        sequence, n_published = self.memory.rows_for(session_id, token_ids, len(token_ids), images)
+        sequence, n_published = self.memory.rows_for(
+            wanted.session_id, token_ids, n_tokens, wanted.namespace, wanted.images
+        )
         n_rows = sequence.n_rows
-        self.memory.keep(Resident(session_id, token_ids[:n_rows], sequence, n_published, images=images))
-        request = self._ask_restore(token_ids, n_rows, len(token_ids), images)
+        self.memory.keep(resident_of(wanted, sequence, n_published))
+        request = self._ask_restore(token_ids, n_rows, n_tokens, wanted.namespace, wanted.images)
         if request is None:
-            reply.ok(Prefix.in_memory(len(token_ids), n_rows))
+            wanted.reply.ok(Prefix.in_memory(n_tokens, n_rows))
         else:
-            self._restoring.append(Restoring(session_id, token_ids, reply, request, self._clock(), n_rows))
+            self._restoring.append(Restoring(wanted, request, self._clock(), n_rows))
 
     def restore_done(self, done: RestoreDone) -> None:
         """Rows came, or did not; nobody may be waiting any more."""
@@ -325,16 +336,15 @@ class NodeCore:
         self._look(run)
 
     def _keep_restored(self, waiting: Restoring, done: RestoreDone) -> None:
-        prefix = Prefix.in_memory(len(waiting.token_ids), waiting.n_resident)
+        wanted = waiting.wanted
+        prefix = Prefix.in_memory(len(wanted.token_ids), waiting.n_resident)
         if done.sequence is not None:
             n_rows = done.sequence.n_rows
-            images = waiting.request.images
-            kept = Resident(waiting.session_id, waiting.token_ids[:n_rows], done.sequence, n_rows, images=images)
-            self.memory.keep(kept)
-            self._note_restored(waiting.session_id, done)
+            self.memory.keep(resident_of(wanted, done.sequence, n_rows))
+            self._note_restored(wanted.session_id, done)
             prefix = dataclasses.replace(prefix, n_resident=0, n_restored=n_rows, snapshot=done.snapshot)
         seconds = self._clock() - waiting.asked_at
-        waiting.reply.ok(dataclasses.replace(prefix, restore_seconds=seconds, refused_snapshots=done.refused))
+        wanted.reply.ok(dataclasses.replace(prefix, restore_seconds=seconds, refused_snapshots=done.refused))
 
     def _note_restored(self, session_id: str, done: RestoreDone) -> None:
         if self._audit is not None and done.sequence is not None:
@@ -350,7 +360,9 @@ class NodeCore:
             run.sequence.release()
             return
         n_published = min(run.n_published, len(token_ids))
-        resident = Resident(run.session_id, token_ids, run.sequence, n_published, images=run.images)
+        resident = Resident(
+            run.session_id, token_ids, run.sequence, n_published, images=run.images, namespace=run.namespace
+        )
         self.memory.keep(resident)
         if self.memory.publisher.is_worth(resident):
             self.memory.publisher.publish_fork(resident)

@@ -140,7 +140,7 @@ class EngineThread:
             case RestoreDone() | PublishDone() | LookDone():
                 self._take_in(command)
             case RestoreSession():
-                self._core.restore_session(command.session_id, command.token_ids, command.images, command.reply)
+                self._core.restore_session(command)
             case SaveSession():
                 if not self._core.save(command.session_id, command.reply):
                     command.reply.fail(UnknownSession(f"session {command.session_id} is not in this node's memory"))

@@ -20,9 +20,10 @@ from kvferry.engine.kv_cache import KvPool, KvSequence, Planes
 from kvferry.engine.vision.placed import Images
 from kvferry.node.errors import StoreDown
 from kvferry.node.io_lane import IoLane
-from kvferry.node.messages import PublishDone, Published, PublishRequest, RestoreDone, RestoreRequest
+from kvferry.node.messages import PublishDone, Published, PublishRequest, RestoreDone, RestoreRequest, StoreNews
 from kvferry.node.refusals import refused_prefixes
 from kvferry.node.sequence_rows import SequenceRows
+from kvferry.node.tenant_stores import TenantStores
 from kvferry.store.errors import (
     SnapshotGone,
     SnapshotRejected,
@@ -32,7 +33,6 @@ from kvferry.store.errors import (
     WriteBudgetSpent,
 )
 from kvferry.store.snapshot_store import Match, SnapshotStore
-from kvferry.store.statistics import StoreStatistics
 from kvferry.store.vlkv3 import ContentSpan
 
 log = logging.getLogger(__name__)
@@ -116,25 +116,27 @@ class IoThreads:
     def __init__(
         self,
         *,
-        open_store: Callable[[], SnapshotStore],
+        open_store: Callable[[str], SnapshotStore],
         new_sequence: Callable[[], KvSequence],
         deliver: Callable[[RestoreDone | PublishDone], None],
         stall_seconds: float,
         pool: KvPool | None = None,
     ) -> None:
-        """``pool``: of the sequences, so that whole blocks are read and written where they lie."""
+        """``open_store``: of a namespace, without I/O. ``pool``: of the sequences, so that whole blocks are read and
+        written where they lie."""
         self._pool = pool
         self._open_store = open_store
         self._new_sequence = new_sequence
         self._deliver = deliver
         self._stall_seconds = stall_seconds
-        self._store: SnapshotStore | None = None
+        self._stores: TenantStores | None = None
         self._is_starting = True
         self._fatal: StoreError | None = None
         self._passing: list[StoreError] = []  # what stood in the way of opening, and may pass
         self._read_error = NOT_OPEN
         self._write_error = NOT_OPEN
         self.store_id = ""  # until the store has told
+        self._seal_name = ""
         self._looked_after_at = time.monotonic()
         self._is_full = False  # what only a save that fits can disprove
         self._reads: IoLane[RestoreRequest] = IoLane(
@@ -154,7 +156,8 @@ class IoThreads:
 
     def start(self) -> None:
         """Open the store; returns when that is done or takes too long. Raises StoreError when a person has to act."""
-        self._store = self._open_store()  # does no I/O yet
+        self._stores = TenantStores(self._open_store)  # does no I/O yet
+        self._seal_name = self._stores.common.seal_name
         deadline = time.monotonic() + self._stall_seconds
         for lane in (self._writes, self._reads):
             lane.start()
@@ -215,9 +218,10 @@ class IoThreads:
             return f"the store has not answered for {seconds:.0f} s ({what}); check its disk or mount"
         return self._read_error or self._write_error
 
-    def statistics(self) -> StoreStatistics | None:
-        """What the store has done since the start; does no I/O."""
-        return None if self._store is None else self._store.statistics()
+    def news(self) -> StoreNews:
+        """For the coordinator, and metrics; does no I/O."""
+        statistics = None if self._stores is None else self._stores.statistics()
+        return StoreNews(self.store_id, self._seal_name, self.error(), statistics)
 
     def readable(self) -> bool:
         """Whether asking for a restore makes sense now."""
@@ -227,22 +231,24 @@ class IoThreads:
 
     def _probe_writes(self) -> None:
         """See whether the store can be written to, and look after it while there is nothing else to do."""
-        if self._store is None:
+        if self._stores is None:
             return
         if not (self._write_error or self._read_error):
-            self._look_after(self._store)
+            self._look_after(self._stores)
             return
+        store = self._stores.common
         with self._writes.working("looking whether it can be written to"):
             try:
-                self._store.reap()  # writes, and makes the directory again should it be gone
-                self.store_id = self._store.identify()
-                self._store.refresh()
+                store.reap()  # writes, and makes the directory again should it be gone
+                self.store_id = store.identify()
+                store.refresh()
+                self._stores.unprepare()
                 self._write_error = self._write_error if self._is_full else ""
             except StoreError as error:
                 self._write_error = str(error)
                 self._cannot_open(error)
 
-    def _look_after(self, store: SnapshotStore) -> None:
+    def _look_after(self, stores: TenantStores) -> None:
         """Merge one long chain, now and then: a save that comes meanwhile waits for no more than that."""
         now = time.monotonic()
         if now < self._looked_after_at + UPKEEP_SECONDS:
@@ -250,7 +256,8 @@ class IoThreads:
         self._looked_after_at = now
         with self._writes.working("merging the segments of a long chain"):
             try:
-                n_merged = store.compact(self._writes.tell, most_chains=1)
+                merging = (store.compact(self._writes.tell, most_chains=1) for store in stores.all())
+                n_merged = next(filter(None, merging), 0)
             except StoreError as error:
                 log.warning("a long chain of segments stays as it is: %s", error)
             else:
@@ -259,11 +266,11 @@ class IoThreads:
 
     def _probe_reads(self) -> None:
         """See whether the store can be read."""
-        if self._store is None or not self._read_error:
+        if self._stores is None or not self._read_error:
             return
         with self._reads.working("looking whether it can be read"):
             try:
-                self._store.refresh()
+                self._stores.common.refresh()
                 self._read_error = ""
             except StoreError as error:
                 self._read_error = str(error)
@@ -288,9 +295,10 @@ class IoThreads:
         done = RestoreDone(request=request)
         with self._reads.working("restoring a session") as began_at:
             try:
-                if self._store is not None and not request.abandoned:
-                    refused += self._look_again(self._store, request)
-                    done = self._restore_best(self._store, request, refused, began_at)
+                if self._stores is not None and not request.abandoned:
+                    store = self._stores.of(request.namespace)
+                    refused += self._look_again(store, request)
+                    done = self._restore_best(store, request, refused, began_at)
                     self._read_error = ""
             except (RestoreAbandoned, OutOfKvMemory) as error:
                 log.warning("a restore was given up: %s", error)
@@ -366,14 +374,13 @@ class IoThreads:
     # Publishing.
 
     def _publish(self, request: PublishRequest) -> PublishDone:
-        if self._store is None:
+        if self._stores is None:
             return PublishDone(request=request, error=StoreDown(self._write_error))
         with self._writes.working("publishing a session") as began_at:
             try:
                 rows = _Staging(self._pool, request.sequence, self._writes.tell)
-                info = self._store.publish(
-                    request.token_ids, rows, spans=spans_of(request.images), logits=request.logits
-                )
+                store = self._stores.prepared(request.namespace)
+                info = store.publish(request.token_ids, rows, spans=spans_of(request.images), logits=request.logits)
             except StoreError as error:
                 spared = isinstance(error, WriteBudgetSpent)  # by this node's own wish, for an hour at most
                 if isinstance(error, StoreUnavailable | StoreFull) and not spared:  # else only this one is not wanted
@@ -384,5 +391,5 @@ class IoThreads:
                 log.exception("session %s was not saved for an unforeseen reason", request.session_id)
                 return PublishDone(request=request, error=error)
         self._write_error = ""
-        published = Published(info.name, info.n_tokens, info.n_bytes, time.monotonic() - began_at)
+        published = Published(info.name, info.n_tokens, info.n_bytes, time.monotonic() - began_at, request.namespace)
         return PublishDone(request=request, published=published, already_there=info.already_there)

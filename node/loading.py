@@ -45,6 +45,7 @@ from kvferry.store.errors import StoreError
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.payload import Kind, row_bytes
 from kvferry.store.snapshot_store import SnapshotStore
+from kvferry.store.write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def load_serving(
     vision = _vision_thread(config, engine, lambda done: threads[0].send(done))  # noqa: PLW0108 - the thread is made below
     if config.store is not None:
         io = IoThreads(
-            open_store=partial(open_store, config, engine),
+            open_store=partial(open_store, config, engine, _write_budget(config)),
             new_sequence=engine.new_sequence,
             deliver=lambda done: threads[0].send(done),  # noqa: PLW0108 - the thread is made below
             stall_seconds=config.store_stall_seconds,
@@ -139,8 +140,12 @@ class _PackingLog:
             log.info("packing weights: %d %% of %.1f GB", 100 * n_done // n_bytes, n_bytes / 1e9)
 
 
-def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
-    """The store of this engine's fingerprint; its first call may raise StoreError or hang."""
+def _write_budget(config: NodeConfig) -> WriteBudget | None:
+    return None if config.store_write_per_hour is None else WriteBudget(int(config.store_write_per_hour))
+
+
+def open_store(config: NodeConfig, engine: Engine, write_budget: WriteBudget | None, namespace: str) -> SnapshotStore:
+    """The store of this engine's fingerprint and a namespace; its first call may raise StoreError or hang."""
     if config.store_place is None:
         raise ValueError("there is no store to open")
     fs, root, seal = config.store_place.open()
@@ -158,7 +163,8 @@ def open_store(config: NodeConfig, engine: Engine) -> SnapshotStore:
         version=config.store_version,
         kind=Kind[engine.geometry.kind.name],
         placeholder_ids=() if vision is None else (vision.image_token_id, vision.video_token_id),
-        write_bytes_per_hour=None if config.store_write_per_hour is None else int(config.store_write_per_hour),
+        write_budget=write_budget,
+        tenant=namespace,
     )
 
 

@@ -15,7 +15,7 @@ from kvferry.node.load import Totals
 from kvferry.node.ports import CoreLimits, IoPort
 from kvferry.node.prompt_ends import PromptEnds
 from kvferry.node.publishing import Publisher, fork_rows
-from kvferry.node.sessions import Resident, ResidentSessions, RowOwner, common_prefix
+from kvferry.node.sessions import Resident, ResidentSessions, RowOwner, n_shared
 
 log = logging.getLogger(__name__)
 
@@ -60,20 +60,22 @@ class RowMemory:
         yield from (run for run in self._running() if run.session_id == session_id)
 
     def rows_for(
-        self, session_id: str, token_ids: NDArray[np.int32], n_most: int, images: Images = ()
+        self, session_id: str, token_ids: NDArray[np.int32], n_most: int, namespace: str = "", images: Images = ()
     ) -> tuple[KvSequence, int]:
         """A sequence with the longest prefix that memory has (at most n_most rows), and how many of them are published.
+
+        Whoever's rows they are, they are of the same namespace.
 
         The session's own rows are taken over, or dropped when others help more: the request's tokens are the authority.
         """
         wanted = token_ids[:n_most]
-        match = self.sessions.best_match(wanted, session_id, images)
+        match = self.sessions.best_match(wanted, session_id, namespace, images)
         source: RowOwner | None = match[0] if match else None
         n_common = match[1] if match else 0
         for run in self._running():
-            n_shared = common_prefix(run.tokens_with_rows(), wanted, run.images, images)
-            if n_shared > n_common:
-                source, n_common = run, n_shared
+            n_of_run = n_shared(run, wanted, namespace, images)
+            if n_of_run > n_common:
+                source, n_common = run, n_of_run
         own = self.sessions.take(session_id)
         if source is None:
             sequence, n_published = self._new_sequence(), 0
@@ -90,11 +92,11 @@ class RowMemory:
         return sequence, min(n_published, sequence.n_rows)
 
     def whole_blocks_for(
-        self, session_id: str, token_ids: NDArray[np.int32], images: Images
+        self, session_id: str, token_ids: NDArray[np.int32], namespace: str, images: Images
     ) -> tuple[KvSequence, int] | None:
         """An idle session's rows that a request may share, in whole blocks; those of running ones are the scheduler's
         to share."""
-        match = self.sessions.best_match(token_ids, session_id, images)
+        match = self.sessions.best_match(token_ids, session_id, namespace, images)
         if match is None:
             return None
         resident, n_common = match

@@ -20,6 +20,7 @@ from kvferry.engine.kv_cache import KvSequence
 from kvferry.engine.vision.placed import Images
 from kvferry.engine.vision.tower import Features
 from kvferry.node.turns import Prefix, Turn
+from kvferry.store.statistics import StoreStatistics
 
 T = TypeVar("T")
 
@@ -56,6 +57,17 @@ class Published:
     n_tokens: int
     n_bytes: int
     seconds: float
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreNews:
+    """Which store it is, how its files are sealed, what is wrong with it, what it did; empty where that is unknown."""
+
+    store_id: str = ""
+    seal: str = ""
+    error: str = ""
+    statistics: StoreStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +108,7 @@ class RestoreSession:
     token_ids: NDArray[np.int32]
     images: Images
     reply: Reply[Prefix]
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +155,7 @@ class RestoreRequest:
     n_rows_at_most: int
     images: Images = ()
     wants_logits: bool = False  # with those of the last token, all rows are of use, even beyond n_rows_at_most
+    namespace: str = ""
     abandoned: bool = False
 
 
@@ -157,6 +171,7 @@ class PublishRequest:
     replies: list[Reply[Published]] = field(default_factory=list)
     images: Images = ()
     logits: NDArray[np.float32] | None = None  # of the last token, to be saved with the rows
+    namespace: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +183,7 @@ class LookRequest:
 
     images: Images
     pixels: Mapping[bytes, bytes]
+    namespace: str = ""
     abandoned: bool = False
 
 

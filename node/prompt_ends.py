@@ -39,10 +39,10 @@ class PromptEnds:
     _n_bytes: int = 0
 
     def remember(
-        self, token_ids: NDArray[np.int32], images: Images, logits: NDArray[np.float32]
+        self, token_ids: NDArray[np.int32], images: Images, logits: NDArray[np.float32], namespace: str = ""
     ) -> NDArray[np.float32]:
         """Logits, float32 [vocab], of the last of these tokens, int32 [n]; returns the copy of them that is kept."""
-        key = _key(token_ids, images)
+        key = _key(token_ids, images, namespace)
         kept = self._logits.pop(key, None)
         if kept is None:
             kept = np.array(logits)
@@ -53,17 +53,18 @@ class PromptEnds:
             self._n_bytes -= forgotten.nbytes
         return kept
 
-    def find(self, token_ids: NDArray[np.int32], images: Images) -> NDArray[np.float32] | None:
-        """The logits of exactly this prompt."""
-        key = _key(token_ids, images)
+    def find(self, token_ids: NDArray[np.int32], images: Images, namespace: str = "") -> NDArray[np.float32] | None:
+        """The logits of exactly this prompt, asked for by whoever may know that it was asked before."""
+        key = _key(token_ids, images, namespace)
         if key in self._logits:
             self._logits.move_to_end(key)
         return self._logits.get(key)
 
 
-def _key(token_ids: NDArray[np.int32], images: Images) -> bytes:
+def _key(token_ids: NDArray[np.int32], images: Images, namespace: str) -> bytes:
     """A digest: two prompts that shared it would be answered alike, and nobody can make such two."""
     parts = [
+        namespace.encode(),
         token_ids.astype("<i4").tobytes(),
         *(f"{image.start} {image.n_tokens} {image.grid}".encode() for image in images),
         *(image.content_hash for image in images),

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from kvferry.engine.errors import OutOfKvMemory
 from kvferry.engine.kv_cache import KvSequence
-from kvferry.engine.vision.placed import Images
 from kvferry.node.errors import StoreDown
 from kvferry.node.load import Totals
 from kvferry.node.messages import PublishDone, Published, PublishRequest, Reply
 from kvferry.node.ports import IoPort
 from kvferry.node.prompt_ends import PromptEnds, are_worth_saving
-from kvferry.node.sessions import Resident, RowOwner, common_prefix
+from kvferry.node.sessions import Resident, RowOwner, n_shared
 
 MIN_ROWS: Final = 16
 """A shorter prefix is never looked for in the store (vlkv.md: an LCP of 16 is the least that is worth a load)."""
@@ -104,7 +103,7 @@ class Publisher:
         self, owner: RowOwner, sequence: KvSequence, n_blocks_freed: int, reply: Reply[Published] | None
     ) -> None:
         self._n_requests += 1
-        token_ids, images = owner.tokens_with_rows()[: sequence.n_rows], owner.images
+        token_ids = owner.tokens_with_rows()[: sequence.n_rows]
         request = PublishRequest(
             self._n_requests,
             owner.session_id,
@@ -112,13 +111,14 @@ class Publisher:
             sequence,
             n_blocks_freed,
             replies=[] if reply is None else [reply],
-            images=images,
-            logits=self._logits_for(token_ids, images, owner.n_published),
+            images=owner.images,
+            logits=self._logits_for(owner, token_ids),
+            namespace=owner.namespace,
         )
         self._asked[request.request_id] = request
         if self._io is None:
             self._fail(request, "this node has no store; give it one with --store")
-        elif images and not self._saves_images:
+        elif owner.images and not self._saves_images:
             self._fail(request, "version 1 snapshots cannot say what its images show; set --store-version 3")
         elif not len(token_ids):
             self._fail(request, "there is no memory left to copy the session's rows")
@@ -133,10 +133,10 @@ class Publisher:
                 del self._asked[unanswered.request_id]
                 unanswered.sequence.release()
 
-    def _logits_for(self, token_ids: NDArray[np.int32], images: Images, n_published: int) -> NDArray[np.float32] | None:
+    def _logits_for(self, owner: RowOwner, token_ids: NDArray[np.int32]) -> NDArray[np.float32] | None:
         """Those of the last token, where it ends a prompt and they are worth their bytes."""
-        logits = self._ends.find(token_ids, images)
-        n_row_bytes = (len(token_ids) - n_published) * self._row_bytes
+        logits = self._ends.find(token_ids, owner.images, owner.namespace)
+        n_row_bytes = (len(token_ids) - owner.n_published) * self._row_bytes
         return logits if logits is not None and are_worth_saving(logits, n_row_bytes) else None
 
     def drop_waiting(self) -> bool:
@@ -153,7 +153,7 @@ class Publisher:
         request.sequence.release()
         for owner in self._owners(request.session_id):
             if done.published is not None:
-                n_common = common_prefix(owner.tokens_with_rows(), request.token_ids, owner.images, request.images)
+                n_common = n_shared(owner, request.token_ids, request.namespace, request.images)
                 owner.n_published = max(owner.n_published, n_common)
             elif isinstance(owner, Resident):
                 owner.publish_failed = True

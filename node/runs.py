@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from kvferry.engine.kv_cache import KvSequence
 from kvferry.engine.vision.placed import Images
 from kvferry.engine.vision.sight import SeenPrompt
-from kvferry.node.messages import LookRequest, Reply, RestoreRequest
+from kvferry.node.messages import LookRequest, RestoreRequest, RestoreSession
+from kvferry.node.sessions import Resident
 from kvferry.node.turns import Prefix, Turn
 
 
@@ -48,6 +49,11 @@ class Run:
         """All of them are the prompt's."""
         return self.turn.images
 
+    @property
+    def namespace(self) -> str:
+        """Whose rows they are."""
+        return self.turn.namespace
+
     def tokens_with_rows(self) -> NDArray[np.int32]:
         """The tokens whose rows exist, int32 [n_rows]."""
         tokens = np.concatenate([self.turn.token_ids, np.asarray(self.new_tokens, dtype=np.int32)])
@@ -77,9 +83,15 @@ class Run:
 class Restoring:
     """A RestoreSession call that waits for rows."""
 
-    session_id: str
-    token_ids: NDArray[np.int32]
-    reply: Reply[Prefix]
+    wanted: RestoreSession
     request: RestoreRequest
     asked_at: float
     n_resident: int
+
+
+def resident_of(wanted: RestoreSession, sequence: KvSequence, n_published: int) -> Resident:
+    """The session with the rows that were found for it."""
+    token_ids = wanted.token_ids[: sequence.n_rows]
+    return Resident(
+        wanted.session_id, token_ids, sequence, n_published, images=wanted.images, namespace=wanted.namespace
+    )

@@ -30,6 +30,7 @@ from kvferry.node.wire import (
     parse_counts,
     parse_images,
     parse_name,
+    parse_namespace,
     parse_sampling,
     parse_tokens,
     prefix_message,
@@ -140,6 +141,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             images=images,
             pixels=pixels,
             rule=rule,
+            namespace=parse_namespace(request.namespace),
         )
 
     @_answered
@@ -162,7 +164,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         token_ids = parse_tokens(request.token_ids, identity.model_config.vocab_size, identity.context_length)
         images, _ = parse_images(request.images, token_ids, identity.vision)
         reply: Reply[Prefix] = Reply()
-        serving.engine.send(RestoreSession(session_id, token_ids, images, reply))
+        namespace = parse_namespace(request.namespace)
+        serving.engine.send(RestoreSession(session_id, token_ids, images, reply, namespace))
         prefix = await _in_time(reply.wait(), context, self._state.config.restore_deadline_seconds + 1.0)
         return worker_pb2.RestoreSessionResponse(prefix=prefix_message(prefix))
 

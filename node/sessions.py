@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvferry.engine.kv_cache import KvSequence
 from kvferry.engine.vision.placed import Images, common_prefix
 
-__all__ = ["Resident", "ResidentSessions", "RowOwner", "common_prefix"]
+__all__ = ["Resident", "ResidentSessions", "RowOwner", "n_shared"]
 
 
 class RowOwner(Protocol):
@@ -34,8 +34,19 @@ class RowOwner(Protocol):
     def images(self) -> Images:
         """Among its tokens."""
 
+    @property
+    def namespace(self) -> str:
+        """Whose rows they are: only turns of the same one reuse them."""
+
     def tokens_with_rows(self) -> NDArray[np.int32]:
         """The tokens whose rows exist, int32 [sequence.n_rows]."""
+
+
+def n_shared(owner: RowOwner, token_ids: NDArray[np.int32], namespace: str, images: Images = ()) -> int:
+    """How many leading rows of an owner a request of these tokens may reuse."""
+    if owner.namespace != namespace:
+        return 0
+    return common_prefix(owner.tokens_with_rows(), token_ids, owner.images, images)
 
 
 @dataclass(slots=True)
@@ -48,6 +59,7 @@ class Resident:
     n_published: int  # how many of the rows are in the store, as far as we know
     publish_failed: bool = False  # do not hold memory for a store that does not take it
     images: Images = ()
+    namespace: str = ""
 
     @property
     def n_unpublished(self) -> int:
@@ -100,12 +112,13 @@ class ResidentSessions:
         return next(iter(self._by_id.values()), None)
 
     def best_match(
-        self, token_ids: NDArray[np.int32], preferred: str, images: Images = ()
+        self, token_ids: NDArray[np.int32], preferred: str, namespace: str = "", images: Images = ()
     ) -> tuple[Resident, int] | None:
-        """The session that shares most leading tokens with a request, and how many; `preferred` wins ties."""
+        """The session that shares most leading tokens with a request of its namespace, and how many; `preferred` wins
+        ties."""
         best: tuple[Resident, int] | None = None
         for resident in self:
-            n_common = common_prefix(resident.token_ids, token_ids, resident.images, images)
+            n_common = n_shared(resident, token_ids, namespace, images)
             if n_common == 0 or (best and n_common < best[1]):
                 continue
             if best is None or n_common > best[1] or resident.session_id == preferred:

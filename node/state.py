@@ -15,6 +15,7 @@ from kvferry.node.errors import QueueFull, SessionBusy, Starting
 from kvferry.node.fencing import Fence
 from kvferry.node.io_threads import IoThreads
 from kvferry.node.loop_lag import LoopLag
+from kvferry.node.messages import StoreNews
 from kvferry.node.rules import Rules
 from kvferry.node.turns import Turn
 from kvferry.node.vision_thread import VisionThread
@@ -59,9 +60,8 @@ class Serving:
 
     def load(self, now: float) -> worker_pb2.NodeLoad:
         """The load at this moment."""
-        store_id, statistics = ("", None) if self.io is None else (self.io.store_id, self.io.statistics())
-        totals = self.engine.core.totals
-        return load_message(self.engine.view, totals, self.store_error(), store_id, statistics, now)
+        store = StoreNews() if self.io is None else self.io.news()
+        return load_message(self.engine.view, self.engine.core.totals, store, now)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -136,6 +136,7 @@ class Turn:
     priority: int = 0  # higher goes first
     recompute: bool = False  # whoever asks foresaw that computing is sooner than reading the store
     images: Images = ()  # in the prompt
+    namespace: str = ""  # whose rows it may reuse
     rule: TokenRule | None = None  # what each token of the answer may be
     pixels: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)  # PNG files by content hash
     outbox: Outbox = field(default_factory=Outbox, repr=False)

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +29,10 @@ from kvferry.node.messages import LookDone, LookRequest
 log = logging.getLogger(__name__)
 
 
+FeatureKey = tuple[str, bytes]
+"""Who may know that the image was seen before, and its content hash."""
+
+
 class Tower(Protocol):
     """A vision tower; see ``engine.vision.tower``."""
 
@@ -41,31 +45,31 @@ class Tower(Protocol):
 
 
 class FeatureCache:
-    """Features by content hash, at most ``max_bytes`` of them. Not thread-safe."""
+    """Features by namespace and content hash, at most ``max_bytes`` of them. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._by_hash: OrderedDict[bytes, Features] = OrderedDict()
+        self._by_key: OrderedDict[FeatureKey, Features] = OrderedDict()
         self.n_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._by_hash)
+        return len(self._by_key)
 
-    def get(self, content_hash: bytes) -> Features | None:
+    def get(self, key: FeatureKey) -> Features | None:
         """The features, used just now."""
-        found = self._by_hash.get(content_hash)
+        found = self._by_key.get(key)
         if found is not None:
-            self._by_hash.move_to_end(content_hash)
+            self._by_key.move_to_end(key)
         return found
 
-    def put(self, content_hash: bytes, features: Features) -> None:
+    def put(self, key: FeatureKey, features: Features) -> None:
         """Keep them; what is larger than the whole cache is not kept."""
         if n_bytes(features) > self._max_bytes:
             return
-        self._by_hash[content_hash] = features
+        self._by_key[key] = features
         self.n_bytes += n_bytes(features)
         while self.n_bytes > self._max_bytes:
-            _, oldest = self._by_hash.popitem(last=False)
+            _, oldest = self._by_key.popitem(last=False)
             self.n_bytes -= n_bytes(oldest)
 
 
@@ -117,7 +121,7 @@ class VisionThread:
                 if request.abandoned:
                     break
                 n_before, began = self.n_seen, time.monotonic()
-                features[image.content_hash] = self._features(image, request.pixels)
+                features[image.content_hash] = self._features(image, request)
                 if self.n_seen > n_before:
                     n_tokens += image.end - image.start
                     seconds += time.monotonic() - began
@@ -128,9 +132,10 @@ class VisionThread:
             return LookDone(request=request, error=EngineFailed("the vision tower of this node failed"))
         return LookDone(request=request, features=features, n_tokens=n_tokens, seconds=seconds)
 
-    def _features(self, image: PlacedImage, pixels: Mapping[bytes, bytes]) -> Features:
+    def _features(self, image: PlacedImage, request: LookRequest) -> Features:
         """Raises InvalidImage."""
-        found = self._cache.get(image.content_hash)
+        key, pixels = (request.namespace, image.content_hash), request.pixels
+        found = self._cache.get(key)
         if found is None:
             if image.content_hash not in pixels:
                 raise InvalidImage("an image of the turn came without its pixels")
@@ -138,5 +143,5 @@ class VisionThread:
             plain = unpack_pixels(pixels[image.content_hash], image.grid, image.content_hash, vision)
             found = self._tower.see(prepare_pixels(plain, vision).pixel_values, [image.grid])
             self.n_seen += 1
-            self._cache.put(image.content_hash, found)
+            self._cache.put(key, found)
         return found

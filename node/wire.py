@@ -16,7 +16,7 @@ from kvferry.engine.vision.positions import Grid
 from kvferry.node.errors import InvalidRequest, NoVision
 from kvferry.node.load import NodeView, Totals
 from kvferry.node.loop_lag import LagSummary
-from kvferry.node.messages import Published
+from kvferry.node.messages import Published, StoreNews
 from kvferry.node.turns import Finished, Prefix, Token
 from kvferry.proto.v1 import common_pb2, worker_pb2
 from kvferry.store.statistics import StoreStatistics
@@ -43,6 +43,11 @@ def parse_name(field: str, value: str) -> str:
     if not 1 <= len(value.encode()) <= MAX_NAME_BYTES:
         raise InvalidRequest(f"{field} must have 1 to {MAX_NAME_BYTES} bytes")
     return value
+
+
+def parse_namespace(value: str) -> str:
+    """A tenant's name, or nothing."""
+    return value and parse_name("namespace", value)
 
 
 def parse_tokens(token_ids: Sequence[int], vocab_size: int, context_length: int) -> NDArray[np.int32]:
@@ -168,6 +173,7 @@ def snapshot_message(published: Published, fingerprint: str) -> worker_pb2.Snaps
         n_tokens=published.n_tokens,
         n_bytes=published.n_bytes,
         seconds=published.seconds,
+        namespace=published.namespace,
     )
 
 
@@ -207,14 +213,7 @@ def store_message(statistics: StoreStatistics | None, totals: Totals) -> common_
     )
 
 
-def load_message(
-    view: NodeView,
-    totals: Totals,
-    store_error: str,
-    store_id: str,
-    statistics: StoreStatistics | None,
-    now: float,
-) -> worker_pb2.NodeLoad:
+def load_message(view: NodeView, totals: Totals, store: StoreNews, now: float) -> worker_pb2.NodeLoad:
     """What a node tells about its work; `now` in monotonic seconds."""
     return worker_pb2.NodeLoad(
         n_running=view.n_running,
@@ -231,14 +230,15 @@ def load_message(
         prefill_tokens_per_second=totals.prefill_rate.per_second,
         decode_tokens_per_second=totals.decode_rate.per_second,
         restore_bytes_per_second=totals.restore_rate.per_second,
-        store_ok=not store_error,
-        store_error=store_error,
+        store_ok=not store.error,
+        store_error=store.error,
         snapshots_published=totals.snapshots_published,
         snapshots_failed=totals.snapshots_failed,
         snapshots_refused=totals.snapshots_refused,
         blocks_audited=totals.blocks_audited,
         blocks_wrong=totals.blocks_wrong,
-        store_id=store_id,
+        store_id=store.store_id,
+        store_seal=store.seal,
         prompts_covered=totals.prompts_covered,
-        store=store_message(statistics, totals),
+        store=store_message(store.statistics, totals),
     )

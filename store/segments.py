@@ -46,7 +46,7 @@ MAX_CHAIN: Final = 64
 _DAMAGE: Final = frozenset(
     {"truncated_header", "size_mismatch", "head_digest_mismatch", "block_digest_mismatch", "bad_scale"}
 )
-_NOT_OURS: Final = frozenset({"not_regular_file", "untrusted_owner", "key_mismatch"})
+_NOT_OURS: Final = frozenset({"not_regular_file", "untrusted_owner"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,8 @@ class SegmentShelf:
         except NameTaken as error:
             if not isinstance(error.__cause__, SnapshotRejected) or error.__cause__.reason in _NOT_OURS:
                 raise
-            self.set_aside(final.name, error.__cause__, damaged=True)  # the name is made of what the file must hold
+            # The name is made of what the file must hold, and of the key: nobody else saves anything under it.
+            self.set_aside(final.name, error.__cause__, damaged=True)
         writer.rewind()
         return self._write_file(writer, rows, tiles, final)
 

@@ -24,7 +24,7 @@ from kvferry.store.geometry import KvGeometry, RowSink, RowSource, TokenIds
 from kvferry.store.identity import ensure_store_id
 from kvferry.store.payload import Kind
 from kvferry.store.payload import row_bytes as row_bytes_of
-from kvferry.store.seals import PlainSeal, Seal
+from kvferry.store.seals import PlainSeal, Seal, describe
 from kvferry.store.segment_file import Terms
 from kvferry.store.segments import SegmentShelf
 from kvferry.store.space import Budget
@@ -83,7 +83,7 @@ class SnapshotStore:
         tenant: str = "",
         min_growth: int = 1,
         placeholder_ids: Collection[int] = (),
-        write_bytes_per_hour: int | None = None,
+        write_budget: WriteBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``unique`` gives 32 hex digits that no other writer will use; ``trusted_uids`` whose files are read, None:
@@ -107,9 +107,9 @@ class SnapshotStore:
         self._trash_grace_s = trash_grace_s
         self._fs: FileSystem = PosixFileSystem() if fs is None else fs
         folder = names.folder_of(fingerprint, tenant)
-        own_seal = (PlainSeal() if seal is None else seal).for_tenant(names.tenant_digest(tenant))
+        self._seal = (PlainSeal() if seal is None else seal).for_tenant(names.tenant_digest(tenant))
         self._directory = StoreDirectory(self._fs, root, folder, node_id, unique)
-        terms = Terms(geometry, kind, fingerprint, own_seal, vocab_size)
+        terms = Terms(geometry, kind, fingerprint, self._seal, vocab_size)
         versions = {Kind.F32: (1,), Kind.Q8: (2,), None: (1, 2)}.get(kind, ())
         self._catalog = Catalog(self._directory, geometry, vocab_size, trusted_uids, terms, versions, placeholder_ids)
         self._evictor = Evictor(self._directory, self._catalog, self.budget, trash_grace_s)
@@ -127,7 +127,7 @@ class SnapshotStore:
             trusted_uids=trusted_uids,
             min_growth=min_growth,
             clock=clock,
-            write_budget=None if write_bytes_per_hour is None else WriteBudget(write_bytes_per_hour),
+            write_budget=write_budget,
             read_only=read_only,
             on_count=self._counts.add,
         )
@@ -169,6 +169,11 @@ class SnapshotStore:
     def path(self) -> Path:
         """The directory."""
         return self._directory.path
+
+    @property
+    def seal_name(self) -> str:
+        """What tells the seal of its files from others, without giving a key away."""
+        return describe(self._seal)
 
     @property
     def bytes_per_row(self) -> int:

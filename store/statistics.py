@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from kvferry.store.errors import StoreFull, WriteBudgetSpent
@@ -45,6 +45,12 @@ class StoreStatistics:
     n_quarantined: int
     n_orphans: int
     write_budget_left: int | None
+
+    def __add__(self, other: StoreStatistics) -> StoreStatistics:
+        """Of two stores that write within one budget."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "write_budget_left"}
+        sums = {name: n + getattr(other, name) for name, n in counts.items()}
+        return StoreStatistics(**sums, write_budget_left=self.write_budget_left)
 
 
 class StoreCounts:

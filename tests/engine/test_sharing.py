@@ -110,6 +110,16 @@ def test_several_answers_to_one_prompt_compute_it_once(engine: Engine, alone: Ca
     assert run.scheduler.counters.n_rows_prefilled == 200 + 3 * 8
 
 
+def test_jobs_of_two_namespaces_share_nothing_and_draw_the_same(
+    engine: Engine, alone: Callable[..., list[int]]
+) -> None:
+    run = Run(engine)
+    jobs = [run.submit(PROMPT, namespace=namespace) for namespace in ("a", "b", "a", "")]
+    run.to_the_end()
+    assert {tuple(run.tokens(job)) for job in jobs} == {tuple(alone(PROMPT))}
+    assert [run.outputs[job][-1].n_shared for job in jobs] == [0, 0, 192, 0]
+
+
 def test_a_shared_prompt_is_held_once_to_the_block(engine: Engine) -> None:
     run = Run(engine)
     jobs = [run.submit(PROMPT, max_tokens=60) for _ in range(4)]  # 200 rows: 6 whole blocks and a part of one

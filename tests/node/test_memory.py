@@ -35,11 +35,15 @@ class Kit:
     """A memory of n_blocks, with a store."""
 
     def __init__(self, root: Path, n_blocks: int) -> None:
+        def store_of(namespace: str) -> SnapshotStore:
+            shape = geometry.KvGeometry(N_LAYERS, 1, KV_DIM)
+            return SnapshotStore(root, "f" * 32, shape, 1000, 1 << 30, 1000, "n", tenant=namespace)
+
         self.pool = KvPool(SHAPE, n_blocks * SHAPE.block_bytes)
-        self.store = SnapshotStore(root, "f" * 32, geometry.KvGeometry(N_LAYERS, 1, KV_DIM), 1000, 1 << 30, 100, "n")
+        self.store = store_of("")
         self.answers: queue.Queue[RestoreDone | PublishDone] = queue.Queue()
         self.io = IoThreads(
-            open_store=lambda: self.store, new_sequence=self.new_sequence, deliver=self.answers.put, stall_seconds=5.0
+            open_store=store_of, new_sequence=self.new_sequence, deliver=self.answers.put, stall_seconds=5.0
         )
         self.io.start()
         self.totals = Totals()
@@ -55,14 +59,16 @@ class Kit:
     def new_sequence(self) -> KvSequence:
         return KvSequence(self.pool)
 
-    def resident(self, session_id: str, tokens: NDArray[np.int32], n_published: int = 0) -> Resident:
+    def resident(
+        self, session_id: str, tokens: NDArray[np.int32], n_published: int = 0, namespace: str = ""
+    ) -> Resident:
         """A session whose rows tell its tokens."""
         sequence = self.new_sequence()
         rows = np.repeat(tokens.astype(np.float32)[:, None], KV_DIM, axis=1)
         for layer in range(N_LAYERS):
             sequence.write_rows(layer, 0, rows + layer, -rows)
         sequence.commit(len(tokens))
-        return Resident(session_id, tokens, sequence, n_published)
+        return Resident(session_id, tokens, sequence, n_published, namespace=namespace)
 
     def settle(self) -> None:
         """Take the answers of all publishes."""

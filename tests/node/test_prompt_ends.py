@@ -112,3 +112,11 @@ def test_logits_are_saved_beside_rows_of_many_times_their_bytes_only() -> None:
     logits = np.zeros(49_152, np.float32)
     assert are_worth_saving(logits, 60 * 46_080)  # 60 rows of float32, of the demo's model
     assert not are_worth_saving(logits, 60 * 12_240)  # of q8
+
+
+def test_a_tenants_prompts_are_known_to_it_alone() -> None:
+    ends, prompt = PromptEnds(), np.full(8, 5, np.int32)
+    ends.remember(prompt, (), np.zeros(10, np.float32), "acme")
+    assert ends.find(prompt, (), "acme") is not None
+    assert ends.find(prompt, (), "bolt") is None
+    assert ends.find(prompt, ()) is None

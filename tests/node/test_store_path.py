@@ -79,9 +79,9 @@ def test_the_process_says_one_sentence(smollm2_path: Path, tmp_path: Path) -> No
 
 
 def threads_over(reap: Callable[[], None], refresh: Callable[[], None]) -> IoThreads:
-    store: Any = SimpleNamespace(reap=reap, refresh=refresh)
+    store: Any = SimpleNamespace(reap=reap, refresh=refresh, seal_name="plain")
     nobody: Any = None
-    return IoThreads(open_store=lambda: store, new_sequence=nobody, deliver=nobody, stall_seconds=5.0)
+    return IoThreads(open_store=lambda _: store, new_sequence=nobody, deliver=nobody, stall_seconds=5.0)
 
 
 def raises(error: StoreError) -> Callable[[], None]:

@@ -33,7 +33,7 @@ def test_long_chains_become_short_ones_by_themselves(tmp_path: Path, monkeypatch
         writer.publish(IDS[:n], ROWS)
     assert len(list(writer.path.glob("*.kv"))) == 100
     io = IoThreads(
-        open_store=lambda: store_at(tmp_path, "node"),
+        open_store=lambda _: store_at(tmp_path, "node"),
         new_sequence=lambda: pytest.fail("nothing is restored"),
         deliver=queue.Queue().put,
         stall_seconds=5.0,

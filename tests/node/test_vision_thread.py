@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -88,6 +89,12 @@ def test_an_image_that_was_seen_is_not_looked_at_again(tower: SlowTower, look) -
     assert first.features[name] is again.features[name]
 
 
+def test_who_may_not_know_that_an_image_was_seen_waits_as_long_as_the_first_one(tower: SlowTower, look) -> None:
+    seen = [look(dataclasses.replace(request(10), namespace=tenant)) for tenant in ("a", "b", "a")]
+    assert tower.n_seen == 2
+    assert all(done.error is None for done in seen)
+
+
 def test_the_least_recently_used_image_is_forgotten_first(tower: SlowTower, look) -> None:
     for shades in ((1, 2, 3), (1,), (4,)):  # three have room: 2 goes
         look(request(*shades))
@@ -102,9 +109,9 @@ def test_what_is_larger_than_the_cache_is_seen_and_not_kept() -> None:
     cache = FeatureCache(100)
     small = Features(np.zeros((2, 8), np.float32), np.zeros((2, 0, 8), np.float32))
     large = Features(np.zeros((4, 8), np.float32), np.zeros((4, 0, 8), np.float32))
-    cache.put(b"small", small)
-    cache.put(b"large", large)
-    assert (cache.get(b"small"), cache.get(b"large"), cache.n_bytes) == (small, None, 64)
+    cache.put(("", b"small"), small)
+    cache.put(("", b"large"), large)
+    assert (cache.get(("", b"small")), cache.get(("", b"large")), cache.n_bytes) == (small, None, 64)
 
 
 def test_a_wrong_image_or_a_bug_costs_its_own_turn_only(tower: SlowTower, look) -> None:

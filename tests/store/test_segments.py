@@ -17,6 +17,7 @@ from kvferry.store.payload import Kind, MemoryPlanes
 from kvferry.store.q8 import Q8Rows, quantise
 from kvferry.store.snapshot_store import SnapshotStore
 from kvferry.store.vlkv3 import ContentSpan
+from kvferry.store.write_budget import WriteBudget
 
 GEOMETRY = KvGeometry(3, 2, 4)
 IDS = np.arange(1, 401, dtype=np.int32)
@@ -341,7 +342,7 @@ def test_every_instant_of_a_compaction_leaves_the_chain_readable(tmp_path) -> No
 
 def test_a_write_budget_spares_the_flash_and_never_the_reader(tmp_path) -> None:
     now = [0.0]
-    store = store_at(tmp_path, write_bytes_per_hour=60_000, clock=lambda: now[0])
+    store = store_at(tmp_path, write_budget=WriteBudget(60_000), clock=lambda: now[0])
     store.publish(IDS[:200], rows_for(IDS))
     with pytest.raises(WriteBudgetSpent, match="per hour"):
         store.publish(IDS[:400], rows_for(IDS))
