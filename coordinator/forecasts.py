@@ -24,8 +24,8 @@ MAX_SCORED: Final = 256
 
 TURN_SECONDS_WEIGHT: Final = 0.1
 
-ORDINARY_SHARE: Final = 8
-"""What is usual in the fleet is worked out anew after every 1/8 of its nodes' number of reports: it changes slowly."""
+ORDINARY_SHARE: Final = 2
+"""What is usual in the fleet is worked out anew after every half of its nodes' number of reports: it changes slowly."""
 
 
 @dataclasses.dataclass(slots=True)

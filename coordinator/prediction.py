@@ -95,7 +95,9 @@ def predict(member: Member, rows: RowSources, forecast: Forecast, n_turns: int) 
         recompute = from_memory.seconds < from_store.seconds
         best = from_memory if recompute else from_store
     slot_s = slot_wait(n_turns, member.node.max_running or DEFAULT_MAX_RUNNING, forecast.turn_s)
-    return dataclasses.replace(best, queue_seconds=best.queue_seconds + slot_s, recompute=recompute)
+    if slot_s or recompute:
+        return dataclasses.replace(best, queue_seconds=best.queue_seconds + slot_s, recompute=recompute)
+    return best
 
 
 def _way(rows: RowSources, n_resident: int, n_restored: int, forecast: Forecast, *, beside_decodes: bool) -> Prediction:
@@ -105,20 +107,22 @@ def _way(rows: RowSources, n_resident: int, n_restored: int, forecast: Forecast,
     restore_s = rates.restore_seconds(n_restored * rows.bytes_per_row)
     look_s = rates.look_per_token * rows.n_to_look_at(n_reused)
     before_s = restore_s + look_s + (ahead.reading_s if n_restored else 0.0) + (ahead.looking_s if look_s else 0.0)
-    others = prefills_after(before_s, ahead.prefilling_s, rates.decode_drag, beside_decodes=beside_decodes)
-    # what is done by then decodes by then
-    decoding = beside_decodes or (before_s > 0 and 0.0 in others)
     work_s = rates.prefill_seconds(n_reused, rows.n_tokens)
-    without = prefill_ends(others, rates.decode_drag, beside_decodes=decoding)
-    *beside, own_s = prefill_ends((*others, work_s), rates.decode_drag, beside_decodes=decoding)
-    prefill_s = work_s * (rates.decode_drag if decoding else 1.0)
+    decoding, shared_s, others_s = beside_decodes, 0.0, 0.0
+    if ahead.prefilling_s:
+        others = prefills_after(before_s, ahead.prefilling_s, rates.decode_drag, beside_decodes=beside_decodes)
+        decoding |= before_s > 0 and 0.0 in others  # what is done by then decodes by then
+        without = prefill_ends(others, rates.decode_drag, beside_decodes=decoding)
+        *beside, own_s = prefill_ends((*others, work_s), rates.decode_drag, beside_decodes=decoding)
+        shared_s = own_s - work_s * (rates.decode_drag if decoding else 1.0)
+        others_s = sum(beside) - sum(without)
     start_s = rates.start_beside_decodes if beside_decodes else rates.start_idle
     return Prediction(
-        queue_seconds=start_s + before_s - restore_s - look_s + own_s - prefill_s,
-        others_seconds=sum(beside) - sum(without),
+        queue_seconds=start_s + before_s - restore_s - look_s + shared_s,
+        others_seconds=others_s,
         restore_seconds=restore_s,
         look_seconds=look_s,
-        prefill_seconds=prefill_s,
+        prefill_seconds=work_s * (rates.decode_drag if decoding else 1.0),
         work_seconds=work_s,
         n_restored=n_restored,
         n_computed=rows.n_tokens - n_reused,

@@ -30,10 +30,10 @@ from kvferry.coordinator.prediction import (
 MAX_QUEUE_LEAD: Final = 2
 """Turns; promise 24: no node idles while another one queues more than two."""
 
-MAX_WEIGHED_EACH: Final = 32
+MAX_WEIGHED_EACH: Final = 16
 """Nodes that are weighed for their memory, and as many for their idleness: a decision stays below some milliseconds."""
 
-MAX_CANDIDATES_KEPT: Final = 32
+MAX_CANDIDATES_KEPT: Final = 16
 """Per placement, in its record and in the event to the client: a fleet of thousands would write half a megabyte."""
 
 
