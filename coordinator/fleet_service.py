@@ -40,6 +40,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     fleet: Fleet
     snapshots: SnapshotNews
     generation: int
+    instance_id: str
     models: Models
     _told_of_store: set[str] = dataclasses.field(default_factory=set)  # boots that were warned about
 
@@ -60,6 +61,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             coordinator_generation=self.generation,
             lease_seconds=self.fleet.lease_seconds,
             heartbeat_seconds=self.fleet.heartbeat_seconds,
+            coordinator_instance=self.instance_id,
         )
 
     @unary

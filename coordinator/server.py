@@ -115,7 +115,8 @@ async def serve(
     exposition = Exposition(settings.metrics, metrics)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(
         FleetService(
-            fleet=fleet, snapshots=snapshots, generation=registry.generation, models=models
+            fleet=fleet, snapshots=snapshots, generation=registry.generation, instance_id=registry.instance_id,
+            models=models,
         ), server,
     )  # fmt: skip
     health_servicer = add_health_and_reflection(server)

@@ -361,6 +361,7 @@ class TurnRunner:
             turn_id=record.turn_id,
             epoch=epoch,
             coordinator_generation=self._around.registry.generation,
+            coordinator_instance=self._around.registry.instance_id,
             token_ids=self._token_ids().tolist(),
             n_prompt_tokens=record.n_prompt_tokens,
             sampling=common_pb2.SamplingSettings.FromString(record.sampling),

@@ -17,7 +17,7 @@ def node() -> None:
 @node.command()
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with any of these settings.")
 @click.option("--model", help="Fetched name, GGUF file or folder of the model.")
-@click.option("--coordinator", help="HOST:PORT of the coordinator; without one the node serves alone.")
+@click.option("--coordinator", help="HOST:PORT of the coordinator (of several: with commas); none: serve alone.")
 @click.option("--store", metavar="PLACE", help="Folder of the snapshot store, or s3://BUCKET/PREFIX.")
 @click.option(
     "--store-key-file", type=click.Path(path_type=Path), help="The fleet's key: snapshots are signed with it."

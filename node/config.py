@@ -42,7 +42,9 @@ class NodeConfig(BaseSettings):
     )
 
     model: str = Field(min_length=1, description="fetched name, GGUF file or folder of the model")
-    coordinator: str | None = Field(default=None, description="HOST:PORT of the coordinator; none: serve alone")
+    coordinator: str | None = Field(
+        default=None, description="HOST:PORT of the coordinator, or of several; none: serve alone"
+    )
     store: str | None = Field(
         default=None,
         min_length=1,
@@ -137,7 +139,9 @@ class NodeConfig(BaseSettings):
     @classmethod
     def _is_address(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None:
-            parse_address(value, to_listen=info.field_name != "coordinator")
+            addresses = value.split(",") if info.field_name == "coordinator" else [value]
+            for address in addresses:
+                parse_address(address, to_listen=info.field_name != "coordinator")
         return value
 
     @field_validator("node_id")
@@ -195,6 +199,11 @@ class NodeConfig(BaseSettings):
         """What only the machine that it is for can tell; raises ConfigInvalid."""
         if self.ready_file is not None and (problem := why_not_ready_file(self.ready_file)) is not None:
             raise ConfigInvalid(f"ready-file {problem}")
+
+    @property
+    def coordinators(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        return () if self.coordinator is None else tuple(dict.fromkeys(self.coordinator.split(",")))
 
     @property
     def n_threads(self) -> int:

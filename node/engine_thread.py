@@ -27,7 +27,6 @@ from kvferry.node.messages import (
     RestoreSession,
     SaveSession,
     Shutdown,
-    StopAllRuns,
     StopRun,
 )
 from kvferry.node.turns import Event, Turn
@@ -135,8 +134,6 @@ class EngineThread:
                 self._core.begin(command.turn)
             case StopRun():
                 self._core.stop(command.run_id, command.error)
-            case StopAllRuns():
-                self._core.stop_all(command.error)
             case RestoreDone() | PublishDone() | LookDone():
                 self._take_in(command)
             case RestoreSession():

@@ -19,14 +19,19 @@ first."""
 
 @dataclass(slots=True)
 class Fence:
-    """The highest epoch seen per session, the highest coordinator generation, and until when the lease lasts."""
+    """The highest epoch seen per session, the highest coordinator generation, and until when each lease lasts.
+
+    Coordinators that share a registry have one generation and each a lease of its own: whoever does not hear this node
+    any more gives its turns to another one, whatever the others hear. `coordinator` is an instance's id; for one that
+    is not known, as for one that gave no id, a lease counts as lost when all are.
+    """
 
     coordinator_generation: int = 0
     draining: bool = False
-    lease_ends_at: float | None = None  # None: never had a lease, so none can be lost
+    _lease_ends: dict[str, float] = field(default_factory=dict)  # by coordinator; empty: never had one to lose
     _epochs: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
-    def admit(self, session_id: str, epoch: int, generation: int, now: float) -> None:
+    def admit(self, session_id: str, epoch: int, generation: int, now: float, coordinator: str = "") -> None:
         """Let a turn in and remember its epoch; raises StaleCoordinator, StaleEpoch, Draining or LeaseLost."""
         self.see_generation(generation)
         seen = self._epochs.get(session_id, 0)
@@ -34,7 +39,7 @@ class Fence:
             raise StaleEpoch(f"session {session_id} is at epoch {seen} here; a request of epoch {epoch} is too old")
         if self.draining:
             raise Draining("this node is being drained; send the turn to another one")
-        if self.lease_lost(now):
+        if self.lease_lost(now, coordinator):
             raise LeaseLost("this node has not heard its coordinator for a whole lease; send the turn to another one")
         self._epochs[session_id] = epoch
         self._epochs.move_to_end(session_id)
@@ -51,11 +56,25 @@ class Fence:
             )
         self.coordinator_generation = generation
 
-    def renew_lease(self, asked_at: float, lease_seconds: float) -> None:
+    def renew_lease(self, asked_at: float, lease_seconds: float, coordinator: str = "") -> None:
         """The coordinator answered what was asked at `asked_at`. A lease counts from the asking, never from the
         answer."""
-        self.lease_ends_at = asked_at + lease_seconds
+        self._lease_ends[coordinator] = asked_at + lease_seconds
 
-    def lease_lost(self, now: float) -> bool:
+    def forget_lease(self, coordinator: str) -> None:
+        """Another instance of it has given a lease in its place."""
+        self._lease_ends.pop(coordinator, None)
+
+    def lease_lost(self, now: float, coordinator: str = "") -> bool:
         """Whether a lease was held and has ended."""
-        return self.lease_ends_at is not None and now >= self.lease_ends_at
+        ends_at = self._lease_ends.get(coordinator, self.lease_ends_at)
+        return ends_at is not None and now >= ends_at
+
+    @property
+    def lease_ends_at(self) -> float | None:
+        """When the last of all leases ends; None when there never was one."""
+        return max(self._lease_ends.values(), default=None)
+
+    def next_lease_end(self, now: float) -> float | None:
+        """When the next lease ends that has not ended yet."""
+        return min((ends_at for ends_at in self._lease_ends.values() if ends_at > now), default=None)

@@ -1,7 +1,8 @@
 """The node's side of FleetService: join, heartbeat, keep the lease, leave. Event loop only.
 
-A lease counts from the moment a heartbeat was sent. When it ends, running turns are stopped by a task of their own,
-whatever the network does meanwhile; the coordinator has given them to somebody else by then.
+With several coordinators, each has the node as a member of its fleet, and knows nothing of the others' heartbeats. A
+lease counts from the moment a heartbeat was sent. When it ends, the turns of that coordinator are stopped by a task of
+their own, whatever the network does meanwhile; the coordinator has given them to somebody else by then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 import grpc
 
 from kvferry.node.errors import LeaseLost, StaleCoordinator
-from kvferry.node.messages import StopAllRuns
+from kvferry.node.messages import StopRun
 from kvferry.node.state import NodeState, Serving
 from kvferry.node.wire import resident_messages, snapshot_message
 from kvferry.proto.channel import channel_options
@@ -33,6 +34,9 @@ RETRY_SECONDS: Final = (0.1, 0.2, 0.5, 1.0)
 
 DEREGISTER_TIMEOUT_SECONDS: Final = 1.0
 
+IDLE_SECONDS: Final = 0.2
+"""Between looks at leases when none is held."""
+
 AWAY: Final = "is not there, trying on: "
 
 
@@ -46,13 +50,52 @@ class _Terms:
         return min(CALL_TIMEOUT_SECONDS, self.lease_seconds / 3)
 
 
-class Membership:
-    """Keeps one node in its coordinator's fleet. `run` is its whole life; cancel it to stop."""
+class Memberships:
+    """Keeps one node in the fleets of all its coordinators. `run` is its whole life; cancel it to stop."""
 
     def __init__(self, state: NodeState, address: str) -> None:
-        if state.config.coordinator is None:
-            raise ValueError("a node without a coordinator has no membership")
-        self._coordinator = state.config.coordinator
+        self._state = state
+        self._memberships = [Membership(coordinator, state, address) for coordinator in state.config.coordinators]
+
+    async def run(self) -> None:
+        """Be a member everywhere, and keep the leases."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_leases())
+            for membership in self._memberships:
+                tasks.create_task(membership.run())
+
+    def beat_now(self) -> None:
+        """Something changed that coordinators should know soon."""
+        for membership in self._memberships:
+            membership.beat_now()
+
+    async def leave(self) -> None:
+        """Say good-bye everywhere."""
+        await asyncio.gather(*(membership.leave() for membership in self._memberships))
+
+    async def _watch_leases(self) -> None:
+        """Stop the turns of a coordinator whose lease has ended."""
+        fence = self._state.fence
+        while True:
+            now = time.monotonic()
+            lost = [turn for turn in self._state.running_turns() if fence.lease_lost(now, turn.coordinator)]
+            for turn in lost:
+                error = LeaseLost("this node has not heard its coordinator for a whole lease and lets go of its turns")
+                self._state.ready().engine.send(StopRun(turn.run_id, error))
+            if lost:
+                log.warning("a lease ended: %d turns of that coordinator are stopped", len(lost))
+            ends_at = fence.next_lease_end(now)
+            # a renewal only moves the end away
+            await asyncio.sleep(IDLE_SECONDS if ends_at is None else ends_at - now)
+
+
+class Membership:
+    """Keeps one node in one coordinator's fleet. `run` is its whole life; cancel it to stop."""
+
+    def __init__(self, coordinator: str, state: NodeState, address: str) -> None:
+        self._coordinator = coordinator
+        self._instance = ""  # of the coordinator that gave the lease
+        self._n_told = 0  # of published snapshots
         self._state = state
         self._address = address
         self._terms: _Terms | None = None  # None: not registered
@@ -62,13 +105,11 @@ class Membership:
 
     async def run(self) -> None:
         """Reach the coordinator, stay with it, and start over with a fresh connection when that ends."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch_lease())
-            while True:
-                async with grpc.aio.insecure_channel(self._coordinator, options=channel_options()) as channel:
-                    await self._stay(fleet_pb2_grpc.FleetServiceStub(channel))
-                pause = RETRY_SECONDS[min(self._n_failures, len(RETRY_SECONDS)) - 1]
-                await asyncio.sleep(pause)
+        while True:
+            async with grpc.aio.insecure_channel(self._coordinator, options=channel_options()) as channel:
+                await self._stay(fleet_pb2_grpc.FleetServiceStub(channel))
+            pause = RETRY_SECONDS[min(self._n_failures, len(RETRY_SECONDS)) - 1]
+            await asyncio.sleep(pause)
 
     def beat_now(self) -> None:
         """Something changed that the coordinator should know soon."""
@@ -119,14 +160,16 @@ class Membership:
         response = await stub.Register(self._registration(serving, asked_at), timeout=CALL_TIMEOUT_SECONDS)
         self._state.fence.see_generation(response.coordinator_generation)
         self._terms = _Terms(response.lease_seconds, response.heartbeat_seconds)
-        self._state.fence.renew_lease(asked_at, response.lease_seconds)
+        if response.coordinator_instance != self._instance:
+            self._state.fence.forget_lease(self._instance)
+            self._instance, self._n_told = response.coordinator_instance, 0
+        self._state.fence.renew_lease(asked_at, response.lease_seconds, self._instance)
         log.info("joined the coordinator at %s as %s", self._coordinator, self._address)
 
     async def _heartbeat(self, stub: fleet_pb2_grpc.FleetServiceAsyncStub, terms: _Terms) -> None:
         serving = self._state.ready()
         asked_at = time.monotonic()
-        publisher = serving.engine.core.memory.publisher
-        published = publisher.untold
+        published, n_told = serving.engine.core.memory.publisher.published_since(self._n_told)
         request = fleet_pb2.HeartbeatRequest(
             node_id=self._state.config.node_id,
             boot_id=serving.identity.boot_id,
@@ -140,8 +183,8 @@ class Membership:
         if response.register_again:
             self._terms = None
             return
-        publisher.told(published)
-        self._state.fence.renew_lease(asked_at, terms.lease_seconds)
+        self._n_told = n_told
+        self._state.fence.renew_lease(asked_at, terms.lease_seconds, self._instance)
 
     def _registration(self, serving: Serving, now: float) -> fleet_pb2.RegisterRequest:
         identity, config = serving.identity, self._state.config
@@ -166,19 +209,6 @@ class Membership:
             pid=os.getpid(),
         )
 
-    async def _watch_lease(self) -> None:
-        """Stop running turns when the lease ends: once for each time it ends."""
-        fence = self._state.fence
-        stopped_for: float | None = None
-        while True:
-            now = time.monotonic()
-            if fence.lease_lost(now) and fence.lease_ends_at != stopped_for:
-                stopped_for = fence.lease_ends_at
-                error = LeaseLost("this node has not heard its coordinator for a whole lease and lets go of its turns")
-                log.warning("the lease ended: running turns are stopped")
-                self._state.ready().engine.send(StopAllRuns(error))
-            await asyncio.sleep(_until(fence.lease_ends_at, now))
-
 
 def _trouble(error: grpc.aio.AioRpcError | StaleCoordinator) -> tuple[str, str]:
     """What the coordinator does instead of having us, and why: it is away, it refuses us, or we refuse it."""
@@ -189,8 +219,3 @@ def _trouble(error: grpc.aio.AioRpcError | StaleCoordinator) -> tuple[str, str]:
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return "is none, trying on: ", "something else serves there"
     return AWAY, error.details() or error.code().name
-
-
-def _until(ends_at: float | None, now: float) -> float:
-    """How long the watcher may sleep: a renewal only moves the end away."""
-    return 0.2 if ends_at is None or ends_at <= now else ends_at - now

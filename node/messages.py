@@ -94,13 +94,6 @@ class StopRun:
 
 
 @dataclass(frozen=True, slots=True)
-class StopAllRuns:
-    """End all runs with an error."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
 class RestoreSession:
     """Bring a prefix into memory."""
 
@@ -228,7 +221,6 @@ class PublishDone:
 Command = (
     BeginTurn
     | StopRun
-    | StopAllRuns
     | RestoreSession
     | SaveSession
     | DropSession

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from kvferry.node.config import NodeConfig
 from kvferry.node.errors import ConfigInvalid, Draining, PortInUse
 from kvferry.node.loading import load_serving
-from kvferry.node.membership import Membership
+from kvferry.node.membership import Memberships
 from kvferry.node.messages import Drain, DrainCount, Reply, Shutdown
 from kvferry.node.metrics import NodeMetrics
 from kvferry.node.service import WorkerService
@@ -64,7 +64,7 @@ class Node:
         self._stop = asyncio.Event()
         self._exit_code = 0
         self._engine_failed = False
-        self._membership: Membership | None = None
+        self._memberships: Memberships | None = None
         self._membership_task: asyncio.Task[None] | None = None
         self._lag_task: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[DrainCount] | None = None
@@ -100,8 +100,8 @@ class Node:
         engine = self._state.ready().engine
         self._state.fence.draining = True
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        if self._membership is not None:
-            self._membership.beat_now()
+        if self._memberships is not None:
+            self._memberships.beat_now()
         reply: Reply[DrainCount] = Reply()
         n_turns = self._state.n_turns
         engine.send(Drain(Draining("this node is being drained; the turn goes on elsewhere"), reply))
@@ -144,9 +144,9 @@ class Node:
         serving.engine.start()
         self._lag_task = asyncio.create_task(self._state.loop_lag.run())
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        if self._config.coordinator is not None:
-            self._membership = Membership(self._state, address)
-            self._membership_task = asyncio.create_task(self._membership.run())
+        if self._config.coordinators:
+            self._memberships = Memberships(self._state, address)
+            self._membership_task = asyncio.create_task(self._memberships.run())
             self._membership_task.add_done_callback(self._on_membership_end)
         if self._config.ready_file is not None:
             _tell_ready(
@@ -163,11 +163,11 @@ class Node:
         return task.result() if task.done() else None
 
     async def _leave(self) -> None:
-        if self._membership_task is not None and self._membership is not None:
+        if self._membership_task is not None and self._memberships is not None:
             self._membership_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._membership_task
-            await self._membership.leave()
+            await self._memberships.leave()
 
     async def _close(self) -> None:
         """End the server and the threads; a thread that hangs is left behind, and the process ends without it."""

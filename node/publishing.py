@@ -6,6 +6,7 @@ A fork shares the blocks of the sequence it was made from, so the next turn may 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -25,7 +26,7 @@ MIN_ROWS: Final = 16
 """A shorter prefix is never looked for in the store (vlkv.md: an LCP of 16 is the least that is worth a load)."""
 
 MAX_UNTOLD: Final = 1024
-"""Published snapshots that wait to be told to the coordinator; it also finds them by scanning the store."""
+"""Published snapshots remembered for coordinators that were not told yet; they also find them by scanning the store."""
 
 
 def fork_rows(source: KvSequence, n_rows: int, block_size: int) -> KvSequence:
@@ -51,7 +52,8 @@ class Publisher:
         owners: Callable[[str], Iterator[RowOwner]],
         totals: Totals,
     ) -> None:
-        self.untold: tuple[Published, ...] = ()  # to be told to the coordinator; see `told`
+        self._published: deque[Published] = deque(maxlen=MAX_UNTOLD)
+        self._n_published = 0
         self._io = io
         self._block_size = block_size
         self._row_bytes = row_bytes
@@ -62,7 +64,7 @@ class Publisher:
         self._totals = totals
         self._asked: dict[int, PublishRequest] = {}  # not answered yet
         self._n_requests = 0
-        self._lock = threading.Lock()  # guards untold, which the event loop reads and trims
+        self._lock = threading.Lock()  # guards what was published, which the event loop reads
 
     @property
     def n_asked(self) -> int:
@@ -164,10 +166,11 @@ class Publisher:
             else:
                 reply.fail(StoreDown(f"session {request.session_id} was not saved: {done.error}"))
 
-    def told(self, published: tuple[Published, ...]) -> None:
-        """The coordinator knows these now. Any thread."""
+    def published_since(self, n_told: int) -> tuple[tuple[Published, ...], int]:
+        """What was published after the first `n_told`, and how many there are to the last of it. Any thread."""
         with self._lock:
-            self.untold = tuple(snapshot for snapshot in self.untold if snapshot not in published)
+            n_new = min(self._n_published - n_told, len(self._published))
+            return tuple(self._published)[len(self._published) - n_new :], self._n_published
 
     def _fail(self, request: PublishRequest, sentence: str) -> None:
         self.done(PublishDone(request=request, error=StoreDown(sentence)))
@@ -178,4 +181,5 @@ class Publisher:
             return
         self._totals.snapshots_published += not done.already_there
         with self._lock:
-            self.untold = (*self.untold, done.published)[-MAX_UNTOLD:]
+            self._published.append(done.published)
+            self._n_published += 1

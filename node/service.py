@@ -123,7 +123,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         token_ids = parse_tokens(request.token_ids, identity.model_config.vocab_size, identity.context_length)
         images, pixels = parse_images(request.images, token_ids[: request.n_prompt_tokens], identity.vision)
         sampling = parse_sampling(request.sampling)
-        self._state.fence.admit(session_id, request.epoch, request.coordinator_generation, now)
+        self._state.fence.admit(
+            session_id, request.epoch, request.coordinator_generation, now, request.coordinator_instance
+        )
         self._state.check_room(session_id, request.epoch)
         return Turn(
             run_id=self._state.next_run_id(),
@@ -136,6 +138,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             max_tokens=request.max_tokens,
             end_token_ids=frozenset(request.end_token_ids),
             arrived_at=now,
+            coordinator=request.coordinator_instance,
             priority=request.priority,
             recompute=request.recompute,
             images=images,

@@ -110,6 +110,10 @@ class NodeState:
         """The caller has its end, or is gone."""
         del self._turns[turn.run_id]
 
+    def running_turns(self) -> list[Turn]:
+        """Open turns whose last event has not come."""
+        return [turn for turn in self._turns.values() if not turn.outbox.closed]
+
     def find_turn(self, session_id: str, turn_id: str) -> Turn | None:
         """The open run of a turn with the highest epoch."""
         found = [t for t in self._turns.values() if t.session_id == session_id and t.turn_id == turn_id]

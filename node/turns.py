@@ -133,6 +133,7 @@ class Turn:
     max_tokens: int
     end_token_ids: frozenset[int]
     arrived_at: float  # on the monotonic clock, seconds
+    coordinator: str = ""  # the instance that placed it
     priority: int = 0  # higher goes first
     recompute: bool = False  # whoever asks foresaw that computing is sooner than reading the store
     images: Images = ()  # in the prompt

@@ -123,7 +123,8 @@ class SimulatedCoordinator:
     async def start(self) -> None:
         await self._registry.open("sim")
         self._service = FleetService(
-            fleet=self._fleet, snapshots=self._view, generation=self._registry.generation, models=self._models
+            fleet=self._fleet, snapshots=self._view, generation=self._registry.generation,
+            instance_id=self._registry.instance_id, models=self._models,
         )  # fmt: skip
         self._background.start(self._fleet.run(), "fleet")
         self._background.start(self._settle(), "settle")

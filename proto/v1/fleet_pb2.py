@@ -26,7 +26,7 @@ from kvferry.proto.v1 import common_pb2 as kvferry_dot_proto_dot_v1_dot_common__
 from kvferry.proto.v1 import worker_pb2 as kvferry_dot_proto_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvferry/proto/v1/fleet.proto\x12\nkvferry.v1\x1a\x1dkvferry/proto/v1/common.proto\x1a\x1dkvferry/proto/v1/worker.proto\"\xb7\x03\n\x0fRegisterRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\x12(\n\x08geometry\x18\x08 \x01(\x0b\x32\x16.kvferry.v1.KvGeometry\x12\x16\n\x0e\x63ontext_length\x18\t \x01(\r\x12\x13\n\x0bmax_running\x18\n \x01(\r\x12\x11\n\tn_threads\x18\x0b \x01(\r\x12\x13\n\x0bkernel_path\x18\x0c \x01(\t\x12\"\n\x04load\x18\r \x01(\x0b\x32\x14.kvferry.v1.NodeLoad\x12-\n\x08resident\x18\x0e \x03(\x0b\x32\x1b.kvferry.v1.ResidentSession\x12\x17\n\x0fvocabulary_size\x18\x0f \x01(\r\x12\x13\n\x0bsees_images\x18\x10 \x01(\x08\x12\x15\n\rbytes_per_row\x18\x11 \x01(\r\x12\x0b\n\x03pid\x18\x12 \x01(\r\"d\n\x10RegisterResponse\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x04\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\"\xc6\x01\n\x10HeartbeatRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.NodeLoad\x12-\n\x08resident\x18\x04 \x03(\x0b\x32\x1b.kvferry.v1.ResidentSession\x12+\n\tpublished\x18\x05 \x03(\x0b\x32\x18.kvferry.v1.SnapshotInfo\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\"K\n\x11HeartbeatResponse\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x04\x12\x16\n\x0eregister_again\x18\x02 \x01(\x08\"5\n\x11\x44\x65registerRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse2\xec\x01\n\x0c\x46leetService\x12\x45\n\x08Register\x12\x1b.kvferry.v1.RegisterRequest\x1a\x1c.kvferry.v1.RegisterResponse\x12H\n\tHeartbeat\x12\x1c.kvferry.v1.HeartbeatRequest\x1a\x1d.kvferry.v1.HeartbeatResponse\x12K\n\nDeregister\x12\x1d.kvferry.v1.DeregisterRequest\x1a\x1e.kvferry.v1.DeregisterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvferry/proto/v1/fleet.proto\x12\nkvferry.v1\x1a\x1dkvferry/proto/v1/common.proto\x1a\x1dkvferry/proto/v1/worker.proto\"\xb7\x03\n\x0fRegisterRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\x12(\n\x08geometry\x18\x08 \x01(\x0b\x32\x16.kvferry.v1.KvGeometry\x12\x16\n\x0e\x63ontext_length\x18\t \x01(\r\x12\x13\n\x0bmax_running\x18\n \x01(\r\x12\x11\n\tn_threads\x18\x0b \x01(\r\x12\x13\n\x0bkernel_path\x18\x0c \x01(\t\x12\"\n\x04load\x18\r \x01(\x0b\x32\x14.kvferry.v1.NodeLoad\x12-\n\x08resident\x18\x0e \x03(\x0b\x32\x1b.kvferry.v1.ResidentSession\x12\x17\n\x0fvocabulary_size\x18\x0f \x01(\r\x12\x13\n\x0bsees_images\x18\x10 \x01(\x08\x12\x15\n\rbytes_per_row\x18\x11 \x01(\r\x12\x0b\n\x03pid\x18\x12 \x01(\r\"\x82\x01\n\x10RegisterResponse\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x04\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\x1c\n\x14\x63oordinator_instance\x18\x04 \x01(\t\"\xc6\x01\n\x10HeartbeatRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.NodeLoad\x12-\n\x08resident\x18\x04 \x03(\x0b\x32\x1b.kvferry.v1.ResidentSession\x12+\n\tpublished\x18\x05 \x03(\x0b\x32\x18.kvferry.v1.SnapshotInfo\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\"K\n\x11HeartbeatResponse\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x04\x12\x16\n\x0eregister_again\x18\x02 \x01(\x08\"5\n\x11\x44\x65registerRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse2\xec\x01\n\x0c\x46leetService\x12\x45\n\x08Register\x12\x1b.kvferry.v1.RegisterRequest\x1a\x1c.kvferry.v1.RegisterResponse\x12H\n\tHeartbeat\x12\x1c.kvferry.v1.HeartbeatRequest\x1a\x1d.kvferry.v1.HeartbeatResponse\x12K\n\nDeregister\x12\x1d.kvferry.v1.DeregisterRequest\x1a\x1e.kvferry.v1.DeregisterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,16 +35,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REGISTERREQUEST']._serialized_start=107
   _globals['_REGISTERREQUEST']._serialized_end=546
-  _globals['_REGISTERRESPONSE']._serialized_start=548
-  _globals['_REGISTERRESPONSE']._serialized_end=648
-  _globals['_HEARTBEATREQUEST']._serialized_start=651
-  _globals['_HEARTBEATREQUEST']._serialized_end=849
-  _globals['_HEARTBEATRESPONSE']._serialized_start=851
-  _globals['_HEARTBEATRESPONSE']._serialized_end=926
-  _globals['_DEREGISTERREQUEST']._serialized_start=928
-  _globals['_DEREGISTERREQUEST']._serialized_end=981
-  _globals['_DEREGISTERRESPONSE']._serialized_start=983
-  _globals['_DEREGISTERRESPONSE']._serialized_end=1003
-  _globals['_FLEETSERVICE']._serialized_start=1006
-  _globals['_FLEETSERVICE']._serialized_end=1242
+  _globals['_REGISTERRESPONSE']._serialized_start=549
+  _globals['_REGISTERRESPONSE']._serialized_end=679
+  _globals['_HEARTBEATREQUEST']._serialized_start=682
+  _globals['_HEARTBEATREQUEST']._serialized_end=880
+  _globals['_HEARTBEATRESPONSE']._serialized_start=882
+  _globals['_HEARTBEATRESPONSE']._serialized_end=957
+  _globals['_DEREGISTERREQUEST']._serialized_start=959
+  _globals['_DEREGISTERREQUEST']._serialized_end=1012
+  _globals['_DEREGISTERRESPONSE']._serialized_start=1014
+  _globals['_DEREGISTERRESPONSE']._serialized_end=1034
+  _globals['_FLEETSERVICE']._serialized_start=1037
+  _globals['_FLEETSERVICE']._serialized_end=1273
 # @@protoc_insertion_point(module_scope)

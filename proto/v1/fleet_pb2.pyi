@@ -105,19 +105,23 @@ class RegisterResponse(_message.Message):
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
+    COORDINATOR_INSTANCE_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     lease_seconds: _builtins.float
     heartbeat_seconds: _builtins.float
+    coordinator_instance: _builtins.str
+    """Tells coordinators that share a registry apart."""
     def __init__(
         self,
         *,
         coordinator_generation: _builtins.int = ...,
         lease_seconds: _builtins.float = ...,
         heartbeat_seconds: _builtins.float = ...,
+        coordinator_instance: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_instance", b"coordinator_instance", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.proto.v1 import common_pb2 as kvferry_dot_proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvferry/proto/v1/worker.proto\x12\nkvferry.v1\x1a\x1dkvferry/proto/v1/common.proto\"\xdd\x02\n\x0eRunTurnRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07turn_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x1e\n\x16\x63oordinator_generation\x18\x04 \x01(\x04\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x17\n\x0fn_prompt_tokens\x18\x06 \x01(\r\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.kvferry.v1.SamplingSettings\x12\x12\n\nmax_tokens\x18\x08 \x01(\r\x12\x15\n\rend_token_ids\x18\t \x03(\x05\x12\x11\n\trecompute\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\'\n\x06images\x18\x0c \x03(\x0b\x32\x17.kvferry.v1.PromptImage\x12\x0f\n\x07grammar\x18\r \x01(\t\x12\x11\n\tnamespace\x18\x0e \x01(\t\"h\n\x0bPromptImage\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\tgrid_rows\x18\x03 \x01(\r\x12\x11\n\tgrid_cols\x18\x04 \x01(\r\x12\x0e\n\x06pixels\x18\x05 \x01(\x0c\"\xa2\x01\n\x0fRunTurnResponse\x12*\n\x06prefix\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.PrefixReportH\x00\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1b.kvferry.v1.GeneratedTokensH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.kvferry.v1.RunFinishedH\x00\x42\x07\n\x05\x65vent\"=\n\x0fGeneratedTokens\x12*\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.kvferry.v1.GeneratedToken\"7\n\x0bRunFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\"E\n\x0fStopTurnRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07turn_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x12\n\x10StopTurnResponse\"z\n\x15RestoreSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\'\n\x06images\x18\x03 \x03(\x0b\x32\x17.kvferry.v1.PromptImage\x12\x11\n\tnamespace\x18\x04 \x01(\t\"B\n\x16RestoreSessionResponse\x12(\n\x06prefix\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.PrefixReport\"(\n\x12SaveSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"A\n\x13SaveSessionResponse\x12*\n\x08snapshot\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.SnapshotInfo\"x\n\x0cSnapshotInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x10\n\x08n_tokens\x18\x03 \x01(\r\x12\x0f\n\x07n_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x11\n\tnamespace\x18\x06 \x01(\t\"(\n\x12\x44ropSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x15\n\x13\x44ropSessionResponse\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"@\n\rDrainResponse\x12\x18\n\x10n_sessions_saved\x18\x01 \x01(\r\x12\x15\n\rn_turns_moved\x18\x02 \x01(\r\"7\n\x0fResidentSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08n_tokens\x18\x02 \x01(\r\"\x85\x05\n\x08NodeLoad\x12\x11\n\tn_running\x18\x01 \x01(\r\x12\x10\n\x08n_queued\x18\x02 \x01(\r\x12\x15\n\rkv_bytes_used\x18\x03 \x01(\x04\x12\x17\n\x0fkv_bytes_budget\x18\x04 \x01(\x04\x12\x16\n\x0erows_prefilled\x18\x05 \x01(\x04\x12\x18\n\x10tokens_generated\x18\x06 \x01(\x04\x12\x14\n\x0c\x65ngine_steps\x18\x07 \x01(\x04\x12\x17\n\x0fstalled_seconds\x18\x08 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\t \x01(\x01\x12 \n\x18\x64\x65\x63ode_tokens_per_second\x18\n \x01(\x01\x12 \n\x18restore_bytes_per_second\x18\x0b \x01(\x01\x12\x10\n\x08store_ok\x18\x0c \x01(\x08\x12\x13\n\x0bstore_error\x18\r \x01(\t\x12\x1b\n\x13snapshots_published\x18\x0e \x01(\x04\x12\x18\n\x10snapshots_failed\x18\x0f \x01(\x04\x12\x19\n\x11snapshots_refused\x18\x10 \x01(\x04\x12\x10\n\x08store_id\x18\x11 \x01(\t\x12\x16\n\x0e\x62locks_audited\x18\x12 \x01(\x04\x12\x14\n\x0c\x62locks_wrong\x18\x13 \x01(\x04\x12\x17\n\x0ftokens_proposed\x18\x14 \x01(\x04\x12\x17\n\x0ftokens_accepted\x18\x15 \x01(\x04\x12\x12\n\nstore_seal\x18\x16 \x01(\t\x12\x17\n\x0fprompts_covered\x18\x17 \x01(\x04\x12\'\n\x05store\x18\x18 \x01(\x0b\x32\x18.kvferry.v1.StoreFigures\x12\x1b\n\x13stall_limit_seconds\x18\x19 \x01(\x01\"\xac\x01\n\rProcessHealth\x12\x1c\n\x14loop_lag_p50_seconds\x18\x01 \x01(\x01\x12\x1c\n\x14loop_lag_p99_seconds\x18\x02 \x01(\x01\x12\x1c\n\x14loop_lag_max_seconds\x18\x03 \x01(\x01\x12\x1a\n\x12n_loop_lag_samples\x18\x04 \x01(\r\x12\x0f\n\x07n_tasks\x18\x05 \x01(\r\x12\x14\n\x0cn_open_turns\x18\x06 \x01(\r\"\x16\n\x14GetNodeStatusRequest\"\x90\x03\n\x15GetNodeStatusResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12(\n\x08geometry\x18\x05 \x01(\x0b\x32\x16.kvferry.v1.KvGeometry\x12\x13\n\x0bkernel_path\x18\x06 \x01(\t\x12\x11\n\tn_threads\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\"\n\x04load\x18\t \x01(\x0b\x32\x14.kvferry.v1.NodeLoad\x12-\n\x08resident\x18\n \x03(\x0b\x32\x1b.kvferry.v1.ResidentSession\x12\x16\n\x0euptime_seconds\x18\x0b \x01(\x01\x12\x16\n\x0e\x63ontext_length\x18\x0c \x01(\r\x12*\n\x07process\x18\r \x01(\x0b\x32\x19.kvferry.v1.ProcessHealth\x12\x0f\n\x07weights\x18\x0e \x01(\t\x12\r\n\x05\x63ores\x18\x0f \x01(\t2\xa9\x04\n\rWorkerService\x12\x44\n\x07RunTurn\x12\x1a.kvferry.v1.RunTurnRequest\x1a\x1b.kvferry.v1.RunTurnResponse0\x01\x12\x45\n\x08StopTurn\x12\x1b.kvferry.v1.StopTurnRequest\x1a\x1c.kvferry.v1.StopTurnResponse\x12W\n\x0eRestoreSession\x12!.kvferry.v1.RestoreSessionRequest\x1a\".kvferry.v1.RestoreSessionResponse\x12N\n\x0bSaveSession\x12\x1e.kvferry.v1.SaveSessionRequest\x1a\x1f.kvferry.v1.SaveSessionResponse\x12N\n\x0b\x44ropSession\x12\x1e.kvferry.v1.DropSessionRequest\x1a\x1f.kvferry.v1.DropSessionResponse\x12<\n\x05\x44rain\x12\x18.kvferry.v1.DrainRequest\x1a\x19.kvferry.v1.DrainResponse\x12T\n\rGetNodeStatus\x12 .kvferry.v1.GetNodeStatusRequest\x1a!.kvferry.v1.GetNodeStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvferry/proto/v1/worker.proto\x12\nkvferry.v1\x1a\x1dkvferry/proto/v1/common.proto\"\xfb\x02\n\x0eRunTurnRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07turn_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x1e\n\x16\x63oordinator_generation\x18\x04 \x01(\x04\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x17\n\x0fn_prompt_tokens\x18\x06 \x01(\r\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.kvferry.v1.SamplingSettings\x12\x12\n\nmax_tokens\x18\x08 \x01(\r\x12\x15\n\rend_token_ids\x18\t \x03(\x05\x12\x11\n\trecompute\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\'\n\x06images\x18\x0c \x03(\x0b\x32\x17.kvferry.v1.PromptImage\x12\x0f\n\x07grammar\x18\r \x01(\t\x12\x11\n\tnamespace\x18\x0e \x01(\t\x12\x1c\n\x14\x63oordinator_instance\x18\x0f \x01(\t\"h\n\x0bPromptImage\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\tgrid_rows\x18\x03 \x01(\r\x12\x11\n\tgrid_cols\x18\x04 \x01(\r\x12\x0e\n\x06pixels\x18\x05 \x01(\x0c\"\xa2\x01\n\x0fRunTurnResponse\x12*\n\x06prefix\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.PrefixReportH\x00\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1b.kvferry.v1.GeneratedTokensH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.kvferry.v1.RunFinishedH\x00\x42\x07\n\x05\x65vent\"=\n\x0fGeneratedTokens\x12*\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.kvferry.v1.GeneratedToken\"7\n\x0bRunFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\"E\n\x0fStopTurnRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07turn_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x12\n\x10StopTurnResponse\"z\n\x15RestoreSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\'\n\x06images\x18\x03 \x03(\x0b\x32\x17.kvferry.v1.PromptImage\x12\x11\n\tnamespace\x18\x04 \x01(\t\"B\n\x16RestoreSessionResponse\x12(\n\x06prefix\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.PrefixReport\"(\n\x12SaveSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"A\n\x13SaveSessionResponse\x12*\n\x08snapshot\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.SnapshotInfo\"x\n\x0cSnapshotInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x10\n\x08n_tokens\x18\x03 \x01(\r\x12\x0f\n\x07n_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x11\n\tnamespace\x18\x06 \x01(\t\"(\n\x12\x44ropSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x15\n\x13\x44ropSessionResponse\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"@\n\rDrainResponse\x12\x18\n\x10n_sessions_saved\x18\x01 \x01(\r\x12\x15\n\rn_turns_moved\x18\x02 \x01(\r\"7\n\x0fResidentSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08n_tokens\x18\x02 \x01(\r\"\x85\x05\n\x08NodeLoad\x12\x11\n\tn_running\x18\x01 \x01(\r\x12\x10\n\x08n_queued\x18\x02 \x01(\r\x12\x15\n\rkv_bytes_used\x18\x03 \x01(\x04\x12\x17\n\x0fkv_bytes_budget\x18\x04 \x01(\x04\x12\x16\n\x0erows_prefilled\x18\x05 \x01(\x04\x12\x18\n\x10tokens_generated\x18\x06 \x01(\x04\x12\x14\n\x0c\x65ngine_steps\x18\x07 \x01(\x04\x12\x17\n\x0fstalled_seconds\x18\x08 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\t \x01(\x01\x12 \n\x18\x64\x65\x63ode_tokens_per_second\x18\n \x01(\x01\x12 \n\x18restore_bytes_per_second\x18\x0b \x01(\x01\x12\x10\n\x08store_ok\x18\x0c \x01(\x08\x12\x13\n\x0bstore_error\x18\r \x01(\t\x12\x1b\n\x13snapshots_published\x18\x0e \x01(\x04\x12\x18\n\x10snapshots_failed\x18\x0f \x01(\x04\x12\x19\n\x11snapshots_refused\x18\x10 \x01(\x04\x12\x10\n\x08store_id\x18\x11 \x01(\t\x12\x16\n\x0e\x62locks_audited\x18\x12 \x01(\x04\x12\x14\n\x0c\x62locks_wrong\x18\x13 \x01(\x04\x12\x17\n\x0ftokens_proposed\x18\x14 \x01(\x04\x12\x17\n\x0ftokens_accepted\x18\x15 \x01(\x04\x12\x12\n\nstore_seal\x18\x16 \x01(\t\x12\x17\n\x0fprompts_covered\x18\x17 \x01(\x04\x12\'\n\x05store\x18\x18 \x01(\x0b\x32\x18.kvferry.v1.StoreFigures\x12\x1b\n\x13stall_limit_seconds\x18\x19 \x01(\x01\"\xac\x01\n\rProcessHealth\x12\x1c\n\x14loop_lag_p50_seconds\x18\x01 \x01(\x01\x12\x1c\n\x14loop_lag_p99_seconds\x18\x02 \x01(\x01\x12\x1c\n\x14loop_lag_max_seconds\x18\x03 \x01(\x01\x12\x1a\n\x12n_loop_lag_samples\x18\x04 \x01(\r\x12\x0f\n\x07n_tasks\x18\x05 \x01(\r\x12\x14\n\x0cn_open_turns\x18\x06 \x01(\r\"\x16\n\x14GetNodeStatusRequest\"\x90\x03\n\x15GetNodeStatusResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12(\n\x08geometry\x18\x05 \x01(\x0b\x32\x16.kvferry.v1.KvGeometry\x12\x13\n\x0bkernel_path\x18\x06 \x01(\t\x12\x11\n\tn_threads\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\"\n\x04load\x18\t \x01(\x0b\x32\x14.kvferry.v1.NodeLoad\x12-\n\x08resident\x18\n \x03(\x0b\x32\x1b.kvferry.v1.ResidentSession\x12\x16\n\x0euptime_seconds\x18\x0b \x01(\x01\x12\x16\n\x0e\x63ontext_length\x18\x0c \x01(\r\x12*\n\x07process\x18\r \x01(\x0b\x32\x19.kvferry.v1.ProcessHealth\x12\x0f\n\x07weights\x18\x0e \x01(\t\x12\r\n\x05\x63ores\x18\x0f \x01(\t2\xa9\x04\n\rWorkerService\x12\x44\n\x07RunTurn\x12\x1a.kvferry.v1.RunTurnRequest\x1a\x1b.kvferry.v1.RunTurnResponse0\x01\x12\x45\n\x08StopTurn\x12\x1b.kvferry.v1.StopTurnRequest\x1a\x1c.kvferry.v1.StopTurnResponse\x12W\n\x0eRestoreSession\x12!.kvferry.v1.RestoreSessionRequest\x1a\".kvferry.v1.RestoreSessionResponse\x12N\n\x0bSaveSession\x12\x1e.kvferry.v1.SaveSessionRequest\x1a\x1f.kvferry.v1.SaveSessionResponse\x12N\n\x0b\x44ropSession\x12\x1e.kvferry.v1.DropSessionRequest\x1a\x1f.kvferry.v1.DropSessionResponse\x12<\n\x05\x44rain\x12\x18.kvferry.v1.DrainRequest\x1a\x19.kvferry.v1.DrainResponse\x12T\n\rGetNodeStatus\x12 .kvferry.v1.GetNodeStatusRequest\x1a!.kvferry.v1.GetNodeStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,47 +33,47 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.proto.v1.worker_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RUNTURNREQUEST']._serialized_start=77
-  _globals['_RUNTURNREQUEST']._serialized_end=426
-  _globals['_PROMPTIMAGE']._serialized_start=428
-  _globals['_PROMPTIMAGE']._serialized_end=532
-  _globals['_RUNTURNRESPONSE']._serialized_start=535
-  _globals['_RUNTURNRESPONSE']._serialized_end=697
-  _globals['_GENERATEDTOKENS']._serialized_start=699
-  _globals['_GENERATEDTOKENS']._serialized_end=760
-  _globals['_RUNFINISHED']._serialized_start=762
-  _globals['_RUNFINISHED']._serialized_end=817
-  _globals['_STOPTURNREQUEST']._serialized_start=819
-  _globals['_STOPTURNREQUEST']._serialized_end=888
-  _globals['_STOPTURNRESPONSE']._serialized_start=890
-  _globals['_STOPTURNRESPONSE']._serialized_end=908
-  _globals['_RESTORESESSIONREQUEST']._serialized_start=910
-  _globals['_RESTORESESSIONREQUEST']._serialized_end=1032
-  _globals['_RESTORESESSIONRESPONSE']._serialized_start=1034
-  _globals['_RESTORESESSIONRESPONSE']._serialized_end=1100
-  _globals['_SAVESESSIONREQUEST']._serialized_start=1102
-  _globals['_SAVESESSIONREQUEST']._serialized_end=1142
-  _globals['_SAVESESSIONRESPONSE']._serialized_start=1144
-  _globals['_SAVESESSIONRESPONSE']._serialized_end=1209
-  _globals['_SNAPSHOTINFO']._serialized_start=1211
-  _globals['_SNAPSHOTINFO']._serialized_end=1331
-  _globals['_DROPSESSIONREQUEST']._serialized_start=1333
-  _globals['_DROPSESSIONREQUEST']._serialized_end=1373
-  _globals['_DROPSESSIONRESPONSE']._serialized_start=1375
-  _globals['_DROPSESSIONRESPONSE']._serialized_end=1396
-  _globals['_DRAINREQUEST']._serialized_start=1398
-  _globals['_DRAINREQUEST']._serialized_end=1437
-  _globals['_DRAINRESPONSE']._serialized_start=1439
-  _globals['_DRAINRESPONSE']._serialized_end=1503
-  _globals['_RESIDENTSESSION']._serialized_start=1505
-  _globals['_RESIDENTSESSION']._serialized_end=1560
-  _globals['_NODELOAD']._serialized_start=1563
-  _globals['_NODELOAD']._serialized_end=2208
-  _globals['_PROCESSHEALTH']._serialized_start=2211
-  _globals['_PROCESSHEALTH']._serialized_end=2383
-  _globals['_GETNODESTATUSREQUEST']._serialized_start=2385
-  _globals['_GETNODESTATUSREQUEST']._serialized_end=2407
-  _globals['_GETNODESTATUSRESPONSE']._serialized_start=2410
-  _globals['_GETNODESTATUSRESPONSE']._serialized_end=2810
-  _globals['_WORKERSERVICE']._serialized_start=2813
-  _globals['_WORKERSERVICE']._serialized_end=3366
+  _globals['_RUNTURNREQUEST']._serialized_end=456
+  _globals['_PROMPTIMAGE']._serialized_start=458
+  _globals['_PROMPTIMAGE']._serialized_end=562
+  _globals['_RUNTURNRESPONSE']._serialized_start=565
+  _globals['_RUNTURNRESPONSE']._serialized_end=727
+  _globals['_GENERATEDTOKENS']._serialized_start=729
+  _globals['_GENERATEDTOKENS']._serialized_end=790
+  _globals['_RUNFINISHED']._serialized_start=792
+  _globals['_RUNFINISHED']._serialized_end=847
+  _globals['_STOPTURNREQUEST']._serialized_start=849
+  _globals['_STOPTURNREQUEST']._serialized_end=918
+  _globals['_STOPTURNRESPONSE']._serialized_start=920
+  _globals['_STOPTURNRESPONSE']._serialized_end=938
+  _globals['_RESTORESESSIONREQUEST']._serialized_start=940
+  _globals['_RESTORESESSIONREQUEST']._serialized_end=1062
+  _globals['_RESTORESESSIONRESPONSE']._serialized_start=1064
+  _globals['_RESTORESESSIONRESPONSE']._serialized_end=1130
+  _globals['_SAVESESSIONREQUEST']._serialized_start=1132
+  _globals['_SAVESESSIONREQUEST']._serialized_end=1172
+  _globals['_SAVESESSIONRESPONSE']._serialized_start=1174
+  _globals['_SAVESESSIONRESPONSE']._serialized_end=1239
+  _globals['_SNAPSHOTINFO']._serialized_start=1241
+  _globals['_SNAPSHOTINFO']._serialized_end=1361
+  _globals['_DROPSESSIONREQUEST']._serialized_start=1363
+  _globals['_DROPSESSIONREQUEST']._serialized_end=1403
+  _globals['_DROPSESSIONRESPONSE']._serialized_start=1405
+  _globals['_DROPSESSIONRESPONSE']._serialized_end=1426
+  _globals['_DRAINREQUEST']._serialized_start=1428
+  _globals['_DRAINREQUEST']._serialized_end=1467
+  _globals['_DRAINRESPONSE']._serialized_start=1469
+  _globals['_DRAINRESPONSE']._serialized_end=1533
+  _globals['_RESIDENTSESSION']._serialized_start=1535
+  _globals['_RESIDENTSESSION']._serialized_end=1590
+  _globals['_NODELOAD']._serialized_start=1593
+  _globals['_NODELOAD']._serialized_end=2238
+  _globals['_PROCESSHEALTH']._serialized_start=2241
+  _globals['_PROCESSHEALTH']._serialized_end=2413
+  _globals['_GETNODESTATUSREQUEST']._serialized_start=2415
+  _globals['_GETNODESTATUSREQUEST']._serialized_end=2437
+  _globals['_GETNODESTATUSRESPONSE']._serialized_start=2440
+  _globals['_GETNODESTATUSRESPONSE']._serialized_end=2840
+  _globals['_WORKERSERVICE']._serialized_start=2843
+  _globals['_WORKERSERVICE']._serialized_end=3396
 # @@protoc_insertion_point(module_scope)

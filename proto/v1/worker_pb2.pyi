@@ -37,6 +37,7 @@ class RunTurnRequest(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    COORDINATOR_INSTANCE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     turn_id: _builtins.str
     epoch: _builtins.int
@@ -57,6 +58,8 @@ class RunTurnRequest(_message.Message):
     """
     namespace: _builtins.str
     """Rows are reused within one namespace only, in memory and in the store; empty: the common one."""
+    coordinator_instance: _builtins.str
+    """Of the coordinator, as it said it in RegisterResponse: the turn lasts as long as the lease from that one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then the answer tokens that exist already."""
@@ -88,10 +91,11 @@ class RunTurnRequest(_message.Message):
         images: _abc.Iterable[Global___PromptImage] | None = ...,
         grammar: _builtins.str = ...,
         namespace: _builtins.str = ...,
+        coordinator_instance: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "grammar", b"grammar", "images", b"images", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "namespace", b"namespace", "priority", b"priority", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_instance", b"coordinator_instance", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "grammar", b"grammar", "images", b"images", "max_tokens", b"max_tokens", "n_prompt_tokens", b"n_prompt_tokens", "namespace", b"namespace", "priority", b"priority", "recompute", b"recompute", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

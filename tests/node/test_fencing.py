@@ -63,3 +63,18 @@ def test_the_memory_of_epochs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     fence.admit("a", 1, 0, now=0)  # forgotten, the least recently seen
     with pytest.raises(StaleEpoch):
         fence.admit("d", 1, 0, now=0)
+
+
+def test_each_coordinator_has_a_lease_of_its_own_and_a_stranger_lasts_as_long_as_any() -> None:
+    fence = Fence()
+    fence.renew_lease(asked_at=10.0, lease_seconds=3.0, coordinator="a")
+    fence.renew_lease(asked_at=12.0, lease_seconds=3.0, coordinator="b")
+    assert [fence.next_lease_end(now) for now in (12.0, 13.0, 15.0)] == [13.0, 15.0, None]
+    fence.admit("s", 1, 0, now=13.5, coordinator="b")
+    with pytest.raises(LeaseLost):
+        fence.admit("s", 1, 0, now=13.5, coordinator="a")
+    assert [fence.lease_lost(13.5, name) for name in ("a", "b", "", "c")] == [True, False, False, False]
+    assert [fence.lease_lost(15.0, name) for name in ("a", "b", "", "c")] == [True, True, True, True]
+    fence.forget_lease("a")  # a new instance serves there
+    fence.renew_lease(asked_at=16.0, lease_seconds=3.0, coordinator="a2")
+    assert not fence.lease_lost(17.0, "a")

@@ -180,7 +180,7 @@ def test_a_fork_is_published_while_the_session_goes_on(kit: Kit) -> None:
     kit.settle()
     assert resident.n_published == 40
     assert kit.totals.snapshots_published == 1
-    assert [p.n_tokens for p in kit.memory.publisher.untold] == [40]
+    assert [p.n_tokens for p in kit.memory.publisher.published_since(0)[0]] == [40]
 
 
 def test_a_pool_without_a_block_for_the_copy_publishes_the_full_blocks(kit: Kit) -> None:
