@@ -14,7 +14,7 @@ from kvferry.coordinator.form_requests import FormRequest
 from kvferry.coordinator.pictures import PictureReader
 from kvferry.coordinator.registry import AnswerForm, Picture, TokenArray, TurnRecord
 from kvferry.coordinator.requests import TurnRequest
-from kvferry.coordinator.turn_runner import InThread
+from kvferry.coordinator.surroundings import InThread
 from kvferry.engine.errors import InvalidTools
 from kvferry.engine.text.answer_form import Thinking, answer_grammar, can_think
 from kvferry.engine.text.messages import Tool

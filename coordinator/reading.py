@@ -20,10 +20,10 @@ def moved() -> Stopping:
 def is_whole(reason: int) -> bool:
     """The answer has all its tokens.
 
-    One that was cancelled or given up after a restart may have fewer than an earlier reader got: whoever comes back
-    for more is told how it ended.
+    One that was cancelled, given up or out of time after a restart may have fewer than an earlier reader got: whoever
+    comes back for more is told how it ended.
     """
-    return reason not in {FinishReason.CANCELLED, FinishReason.ERROR}
+    return reason not in {FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.DEADLINE}
 
 
 def check_index(from_index: int, n_tokens: int) -> None:

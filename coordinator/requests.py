@@ -31,6 +31,11 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
 MAX_MESSAGES: Final = 1_024
 """A conversation is sent turn by turn; imports of long ones fit."""
+MAX_PRIORITY: Final = 100
+"""As worker.proto has it."""
+MAX_TIMEOUT_S: Final = 30 * 86_400.0
+MAX_SAMPLES: Final = 32
+"""More than a board runs side by side."""
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1_000
 
@@ -72,6 +77,12 @@ class TurnRequest:
     stop: tuple[str, ...]
     form: FormRequest = NO_FORM
     images: tuple[Upload, ...] = ()
+    priority: int = 0
+    # 0: none.
+    timeout_s: float = 0.0
+    # Of the call it came with, where that has fewer left; it is no part of what was asked for.
+    call_seconds: float = 0.0
+    n_samples: int = 1
 
     @property
     def digest(self) -> str:
@@ -80,11 +91,16 @@ class TurnRequest:
         fields = [part for message in self.messages for part in digest_parts(message)]
         images = [image.digest_part for image in self.images]
         limits = ("\0stop", *self.stop, f"\0max {self.max_tokens}")
-        for part in (*fields, *limits, *self.form.digest_parts(), *images):
+        for part in (*fields, *limits, *self.form.digest_parts(), *images, *self._term_parts()):
             encoded = part.encode()
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         digest.update(self.sampling.SerializeToString(deterministic=True))
         return digest.hexdigest()
+
+    def _term_parts(self) -> tuple[str, ...]:
+        """Only what was said, so that turns begun before there was such a thing keep their digest."""
+        plain = {"priority": 0, "timeout_s": 0.0, "n_samples": 1}
+        return tuple(f"\0{name} {getattr(self, name)}" for name, value in plain.items() if getattr(self, name) != value)
 
 
 def turn_request(request: chat_pb2.GenerateRequest) -> TurnRequest:
@@ -98,7 +114,37 @@ def turn_request(request: chat_pb2.GenerateRequest) -> TurnRequest:
         stop=checked_stops(request.stop),
         form=form_request(request),
         images=uploads(request.messages),
+        priority=checked_priority(request.priority),
+        timeout_s=checked_timeout(request.timeout_seconds),
+        n_samples=checked_samples(request.n_samples),
     )
+
+
+def checked_priority(priority: int) -> int:
+    """Raises BadRequest."""
+    if abs(priority) > MAX_PRIORITY:
+        raise BadRequest(f"priority is {priority}: give a whole number in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    return priority
+
+
+def checked_timeout(timeout_s: float) -> float:
+    """Raises BadRequest."""
+    if not 0 <= timeout_s <= MAX_TIMEOUT_S:
+        raise BadRequest(f"timeout_seconds is {timeout_s:g}: give 0, for none, to {MAX_TIMEOUT_S:g}")
+    return timeout_s
+
+
+def resumed_samples(from_indexes: Sequence[int]) -> Sequence[int]:
+    """Raises BadRequest."""
+    checked_samples(len(from_indexes))
+    return from_indexes
+
+
+def checked_samples(n_samples: int) -> int:
+    """Raises BadRequest."""
+    if n_samples > MAX_SAMPLES:
+        raise BadRequest(f"n_samples is {n_samples}: at most {MAX_SAMPLES} answers are given to one request")
+    return n_samples or 1
 
 
 def digest_parts(message: Message) -> tuple[str, ...]:

@@ -29,10 +29,10 @@ from kvferry.coordinator.registry import Registry
 from kvferry.coordinator.routing import Rule, route
 from kvferry.coordinator.service import ChatService
 from kvferry.coordinator.snapshots import SnapshotView, check_store
+from kvferry.coordinator.surroundings import Surroundings
 from kvferry.coordinator.tasks import Background
 from kvferry.coordinator.transport import GrpcTransport
 from kvferry.coordinator.turn import TurnPolicy
-from kvferry.coordinator.turn_runner import Surroundings
 from kvferry.coordinator.turns import Turns
 from kvferry.proto.address import parse_address, why_not_listen
 from kvferry.proto.channel import server_options

@@ -10,14 +10,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from uuid import uuid4
 
 from kvferry.coordinator import requests
-from kvferry.coordinator.errors import BadRequest, TurnElsewhere
+from kvferry.coordinator.errors import BadRequest, TurnElsewhere, UnknownSession, UnknownTurn
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.models import Models, ServedModel
 from kvferry.coordinator.peers import Peers
 from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord
+from kvferry.coordinator.samples import Key, merged, sample_keys
 from kvferry.coordinator.snapshots import SnapshotView
 from kvferry.coordinator.turn import Phase
-from kvferry.coordinator.turns import Key, Turns
+from kvferry.coordinator.turns import Turns
 from kvferry.coordinator.wire import (
     Context,
     model_message,
@@ -101,29 +102,50 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     async def Generate(
         self, request: chat_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[chat_pb2.GenerateResponse]:
-        key = await self.turns.begin(await checked(request))
-        async with contextlib.aclosing(self._events(key, from_index=0)) as events:
-            async for event in events:
-                yield chat_pb2.GenerateResponse(event=event)
+        asked = before(await checked(request), context.time_remaining())
+        key = await self.turns.begin(asked)
+        if asked.n_samples == 1:
+            async with contextlib.aclosing(self._events(key, from_index=0)) as events:
+                async for event in events:
+                    yield chat_pb2.GenerateResponse(event=event)
+            return
+        streams = [self._events(one, from_index=0) for one in sample_keys(key, asked.n_samples)]
+        async with contextlib.aclosing(merged(streams)) as samples:
+            async for number, event in samples:
+                yield chat_pb2.GenerateResponse(event=event, sample=number)
 
     @streaming
     async def Resume(self, request: chat_pb2.ResumeRequest, context: Context) -> AsyncIterator[chat_pb2.ResumeResponse]:
         session_id = requests.name("session_id", request.session_id)
         turn_id = requests.name("turn_id", request.turn_id) if request.turn_id else ""
+        indexes = requests.resumed_samples(request.from_indexes)
         key = await self.turns.find(session_id, turn_id)
-        async with contextlib.aclosing(self._events(key, request.from_index)) as events:
-            async for event in events:
-                yield chat_pb2.ResumeResponse(event=event)
+        if not indexes:
+            async with contextlib.aclosing(self._events(key, request.from_index)) as events:
+                async for event in events:
+                    yield chat_pb2.ResumeResponse(event=event)
+            return
+        streams = [self._events(*one) for one in zip(sample_keys(key, len(indexes)), indexes, strict=True)]
+        async with contextlib.aclosing(merged(streams)) as samples:
+            async for number, event in samples:
+                yield chat_pb2.ResumeResponse(event=event, sample=number)
 
     @unary
     async def CancelTurn(self, request: chat_pb2.CancelTurnRequest, context: Context) -> chat_pb2.CancelTurnResponse:
         turn_id = requests.name("turn_id", request.turn_id) if request.turn_id else ""
-        session_id = requests.name("session_id", request.session_id)
+        key, *others = await self.turns.samples(requests.name("session_id", request.session_id), turn_id)
+        await asyncio.gather(self._cancel(*key), *(self._cancel_if_there(*other) for other in others))
+        return chat_pb2.CancelTurnResponse()
+
+    async def _cancel(self, session_id: str, turn_id: str) -> None:
         try:
             await self.turns.cancel(session_id, turn_id)
         except TurnElsewhere as e:
             await self.peers.cancel(e, session_id, turn_id)
-        return chat_pb2.CancelTurnResponse()
+
+    async def _cancel_if_there(self, session_id: str, turn_id: str) -> None:
+        with contextlib.suppress(UnknownSession, UnknownTurn):  # a sample that was deleted by itself
+            await self._cancel(session_id, turn_id)
 
     @unary
     async def ListNodes(self, request: chat_pb2.ListNodesRequest, context: Context) -> chat_pb2.ListNodesResponse:
@@ -191,6 +213,13 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         if live is None:
             return turn_message(record, map(chat_pb2.Placement.FromString, placements), running=False)
         return turn_message(record, live.placements, running=live.phase is not Phase.WAITING)
+
+
+def before(request: requests.TurnRequest, call_seconds: float | None) -> requests.TurnRequest:
+    """The request, to be answered within the time that is left of its call."""
+    if call_seconds is None or 0 < request.timeout_s <= call_seconds:
+        return request
+    return dataclasses.replace(request, call_seconds=max(call_seconds, 0.001))
 
 
 async def checked(request: chat_pb2.GenerateRequest) -> requests.TurnRequest:

@@ -41,8 +41,10 @@ class PlacementLost(Exception):
 class WorkerTransport(Protocol):
     """Calls to nodes by address."""
 
-    def run_turn(self, address: str, request: worker_pb2.RunTurnRequest) -> Messages:
-        """The node's messages. Raises PlacementLost. Closing the iterator cancels the call."""
+    def run_turn(
+        self, address: str, request: worker_pb2.RunTurnRequest, timeout_seconds: float | None = None
+    ) -> Messages:
+        """The node's messages. Raises PlacementLost. Closing the iterator cancels the call, and so does the time."""
 
     async def stop_turn(self, address: str, request: worker_pb2.StopTurnRequest) -> None:
         """Best effort; never raises."""
@@ -89,9 +91,11 @@ class GrpcTransport:
     def __init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def run_turn(self, address: str, request: worker_pb2.RunTurnRequest) -> Messages:
+    async def run_turn(
+        self, address: str, request: worker_pb2.RunTurnRequest, timeout_seconds: float | None = None
+    ) -> Messages:
         await self._connect(address)
-        call = self._stub(address).RunTurn(request)
+        call = self._stub(address).RunTurn(request, timeout=timeout_seconds)
         finished = False
         try:
             async for response in call:

@@ -5,7 +5,7 @@ from or who reads the events. The caller owns sockets, durability and time.
 
     waiting ──place──▶ running ──last token──▶ ending ──close──▶ finished
        ▲                  │                       ▲
-       └──────lose────────┘      cancel, or too many losses: from waiting or running
+       └──────lose────────┘      cancel, deadline, or too many losses: from waiting or running
 
 *waiting*: no node has it. *running*: a node has it, under an epoch. *ending*: the outcome is known, not durable yet.
 *finished*: the outcome is durable; only now do subscribers hear of it.
@@ -250,6 +250,11 @@ class Turn:
         """Somebody wants no more of it; the tokens so far stay. No effect when it is over."""
         if not self.is_over:
             self._end(FinishReason.CANCELLED, now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Its deadline is here; the tokens so far stay. No effect when it is over."""
+        if not self.is_over:
+            self._end(FinishReason.DEADLINE, now_s)
 
     def fail(self, code: str, error: str, now_s: float) -> None:
         """It cannot be answered; the session goes on without this turn. No effect when it is over."""

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 import numpy as np
 import stamina
@@ -26,23 +26,20 @@ from kvferry.coordinator.errors import (
     UnknownSession,
     UnknownTurn,
 )
-from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.forecasts import Awaiting
 from kvferry.coordinator.membership import LostNode, Node, NodeState
 from kvferry.coordinator.pictures import spans_of
 from kvferry.coordinator.prediction import Prediction
 from kvferry.coordinator.reading import Readers
-from kvferry.coordinator.registry import FinishReason, Registry, TokenArray
-from kvferry.coordinator.routing import Choice, Rule, route
-from kvferry.coordinator.snapshots import StoredPrefixes
-from kvferry.coordinator.tasks import Background, Bell, first_of
+from kvferry.coordinator.registry import FinishReason, TokenArray
+from kvferry.coordinator.routing import Choice
+from kvferry.coordinator.surroundings import Surroundings, T
+from kvferry.coordinator.tasks import Bell, first_of
 from kvferry.coordinator.tenants import marked
-from kvferry.coordinator.transport import PlacementLost, WorkerTransport
+from kvferry.coordinator.transport import Messages, PlacementLost
 from kvferry.coordinator.turn import Blame, Loss, Phase, Turn
 from kvferry.proto.v1 import chat_pb2, common_pb2, worker_pb2
 from kvferry.store.vlkv3 import identity_ids
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -59,31 +56,8 @@ It is the same burst of bytes.
 TAKEN_OVER: Final = (StaleEpoch, TurnElsewhere, UnknownSession, UnknownTurn)
 """What a registry answers about an open turn when another coordinator has it, has finished it, or has deleted it."""
 
-
-class InThread(Protocol):
-    """``asyncio.to_thread``, or a stand-in where there are no threads."""
-
-    async def __call__(self, function: Callable[[], T], /) -> T: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What every runner of a coordinator shares."""
-
-    registry: Registry
-    fleet: Fleet
-    transport: WorkerTransport
-    snapshots: StoredPrefixes
-    background: Background
-    # Seconds of a clock that does not jump.
-    clock: Callable[[], float]
-    wall_ms: Callable[[], int]
-    # Runs what takes long away from the loop.
-    in_thread: InThread
-    # Set once nodes that outlived the last coordinator had time to register.
-    settled: asyncio.Event
-    # Which node answers.
-    rule: Rule = route
+ENDED_HERE: Final = {FinishReason.STOP_STRING, FinishReason.CANCELLED, FinishReason.DEADLINE}
+"""The node does not know that the answer is over."""
 
 
 class TurnRunner:
@@ -113,14 +87,24 @@ class TurnRunner:
         self._compared_ids = marked(identity_ids(self._prompt_ids, 0, self._spans), namespace)
         self._namespace = namespace
         self._around = around
+        self._arrival = around.admission.arrival()
+        # The record has it by the wall clock, since it has to outlive a process; within one no jump of that counts.
+        deadline_ms = turn.record.deadline_ms
+        self._ends_s = self._now() + (deadline_ms - around.wall_ms()) / 1000 if deadline_ms else None
+        # Nobody wants more of it.
         self._cancelled = asyncio.Event()
 
     async def run(self) -> None:
         """The whole life of a turn, or until another coordinator has it: then it goes on there, or is over."""
+        left_s = self._seconds_left()
+        timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, self._expire)
         try:
             await self._run()
         except TAKEN_OVER as e:
             logger.warning("%r is not this coordinator's any more: %s", self.turn, e)
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _run(self) -> None:
         try:
@@ -159,6 +143,15 @@ class TurnRunner:
         end = "the turn is kept and goes on by itself when it can: resume it"
         return since_s, kind(f"{sentence} ({self.obstacle}); {end}")
 
+    def _expire(self) -> None:
+        self.turn.expire(self._now())
+        self._cancelled.set()
+        self.changed.ring()
+
+    def _seconds_left(self) -> float | None:
+        """Until its deadline."""
+        return None if self._ends_s is None else max(0.0, self._ends_s - self._now())
+
     async def _find_node(self) -> Choice:
         """Wait until a node may take the turn; a choice without one when the turn is over before."""
         around, turn = self._around, self.turn
@@ -170,6 +163,9 @@ class TurnRunner:
                 await self._pause()
                 continue
             seen = around.fleet.changed.count
+            await around.admission.place(turn.record.priority, self._arrival)
+            if self._cancelled.is_set():
+                break
             token_ids = self._token_ids()
             stored = around.snapshots.longest_prefixes(token_ids, self._spans, self._namespace)
             places = tuple((span.start, span.start + span.length) for span in self._spans)
@@ -231,7 +227,7 @@ class TurnRunner:
             return
         around.fleet.note_resident(node, turn.record.session_id, self._with_answer(self._compared_ids)[:-1])
         around.fleet.forecasts.turn_ended(turn.decode_seconds)
-        if turn.outcome is not None and turn.outcome.reason in {FinishReason.STOP_STRING, FinishReason.CANCELLED}:
+        if turn.outcome is not None and turn.outcome.reason in ENDED_HERE:
             self._stop_on(node, epoch)
 
     async def _read(self, node: Node, epoch: int, prediction: Prediction, awaiting: Awaiting) -> None:
@@ -239,7 +235,7 @@ class TurnRunner:
         turn = self.turn
         request = self._request(epoch, await self._images(), recompute=prediction.recompute)
         try:
-            async with contextlib.aclosing(self._around.transport.run_turn(node.address, request)) as messages:
+            async with contextlib.aclosing(self._call(node, request)) as messages:
                 async for message in messages:
                     self._take(message, epoch)
                     self._learn(message, awaiting)
@@ -250,6 +246,13 @@ class TurnRunner:
             if e.connection_broke:
                 self._around.fleet.stream_broke(node)
             turn.lose(epoch, e.loss, self._now())
+
+    def _call(self, node: Node, request: worker_pb2.RunTurnRequest) -> Messages:
+        """Its deadline is the turn's, a little later: this side tells the client how it ended."""
+        left_s = self._seconds_left()
+        return self._around.transport.run_turn(
+            node.address, request, None if left_s is None else left_s + GOODBYE_SECONDS
+        )
 
     async def _hear_goodbye(self, messages: AsyncIterator[worker_pb2.RunTurnResponse]) -> None:
         """Let a node that ended the answer by itself close the stream, so that it sees no cancelled call."""
@@ -366,6 +369,7 @@ class TurnRunner:
             n_prompt_tokens=record.n_prompt_tokens,
             sampling=common_pb2.SamplingSettings.FromString(record.sampling),
             max_tokens=record.max_tokens,
+            priority=record.priority,
             end_token_ids=self._model.end_token_ids,
             recompute=recompute,
             grammar=record.form.grammar,

@@ -9,14 +9,13 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Final
 from uuid import uuid4
 
 from kvferry.coordinator.conversation import History, ModelAnswerText
 from kvferry.coordinator.cutting import cut_at
 from kvferry.coordinator.errors import (
-    InvalidMessage,
     ModelMismatch,
     QueueFull,
     SessionBusy,
@@ -27,16 +26,17 @@ from kvferry.coordinator.errors import (
 )
 from kvferry.coordinator.membership import NodeState
 from kvferry.coordinator.models import Models, ServedModel
+from kvferry.coordinator.new_turns import new_record
 from kvferry.coordinator.reading import check_index, is_whole, moved, stopping
 from kvferry.coordinator.registry import SessionRecord, TurnRecord
-from kvferry.coordinator.requests import TurnRequest, answer_budget
+from kvferry.coordinator.requests import TurnRequest
+from kvferry.coordinator.samples import Key, n_kept_before, sample_fork, sample_keys, sample_record
+from kvferry.coordinator.surroundings import Surroundings
 from kvferry.coordinator.tenants import ALONE, Sharing
 from kvferry.coordinator.turn import Phase, Turn, TurnPolicy
 from kvferry.coordinator.turn_events import replay
-from kvferry.coordinator.turn_runner import Surroundings, TurnRunner
+from kvferry.coordinator.turn_runner import TurnRunner
 from kvferry.proto.v1 import chat_pb2
-
-Key = tuple[str, str]
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,9 @@ class Turns:
             if key in self._runners:
                 continue
             try:
-                await self._own_session(record.session_id)
+                session, _ = await self._own_session(record.session_id)
                 n_resumed += await self._adopt(key) is not None
+                n_resumed += await self._begin_other_samples(session, record, {})
             except ModelMismatch as e:
                 logger.warning("turn %s stays open: %s", record.turn_id, e)
             except (TurnElsewhere, UnknownSession, UnknownTurn):
@@ -111,29 +112,59 @@ class Turns:
 
     async def _begin(self, request: TurnRequest) -> Key:
         async with self._session_lock(request.session_id):
-            if (known := await self._known(request)) is not None:
-                return known
-            with self._place_among_open_turns():
+            known = await self._known(request)
+            if known is not None and request.n_samples == 1:
+                return known.session_id, known.turn_id
+            with self._places_among_open_turns(request.n_samples):
                 session, model = await self._own_session(request.session_id)
-                record, history, pixels = await self._new_record(session, model, request)
-                await self._around.registry.begin_turn(record, pixels)
-                if self._stopping.is_set():
-                    raise stopping()  # it is open in the registry: the next start takes it up
-                self._start(session, record, history, resumed=False)
+                pixels: Mapping[str, bytes] = {}
+                record = known
+                if record is None:
+                    record, history, pixels = await new_record(self._around, session, model, request, self._new_id)
+                    await self._start_durably(session, record, history, pixels)
+                await self._begin_other_samples(session, record, pixels)
             return record.session_id, record.turn_id
 
+    async def _start_durably(
+        self, session: SessionRecord, record: TurnRecord, history: History, pixels: Mapping[str, bytes]
+    ) -> None:
+        await self._around.registry.begin_turn(record, pixels)
+        if self._stopping.is_set():
+            raise stopping()  # it is open in the registry: the next start takes it up
+        self._start(session, record, history, resumed=False)
+
+    async def _begin_other_samples(self, session: SessionRecord, first: TurnRecord, pixels: Mapping[str, bytes]) -> int:
+        """Those that have not begun, which after an attempt that failed on the way may be some; returns how many."""
+        registry, n_begun = self._around.registry, 0
+        for number in range(1, first.n_samples):
+            record = sample_record(first, number)
+            try:
+                await registry.get_turn(record.session_id, record.turn_id)
+                continue
+            except UnknownSession:
+                turns = await registry.list_turns(first.session_id)
+                n_before = n_kept_before(turns, first.turn_id)
+                await registry.fork_session(first.session_id, sample_fork(session, record), n_before)
+            except UnknownTurn:
+                pass
+            pixels = pixels or await registry.pixels({p.content_hash for p in first.pictures})
+            fork = await registry.get_session(record.session_id)
+            await self._start_durably(fork, record, await self._history(record.session_id), pixels)
+            n_begun += 1
+        return n_begun
+
     @contextlib.contextmanager
-    def _place_among_open_turns(self) -> Iterator[None]:
-        """Counts a turn on its way to the disk, or a crowd that comes at once would all be let in. Raises QueueFull."""
-        if len(self._runners) + self._n_beginning >= self._max_open_turns:
+    def _places_among_open_turns(self, n: int) -> Iterator[None]:
+        """Counts turns on their way to the disk, or a crowd would be let in that comes at once. Raises QueueFull."""
+        if len(self._runners) + self._n_beginning + n > self._max_open_turns:
             raise QueueFull(
                 f"{self._max_open_turns} turns are open, as many as this coordinator takes: ask again a little later"
             )
-        self._n_beginning += 1
+        self._n_beginning += n
         try:
             yield
         finally:
-            self._n_beginning -= 1
+            self._n_beginning -= n
 
     async def events(self, key: Key, from_index: int) -> AsyncGenerator[chat_pb2.TurnEvent, None]:
         """The turn's events: tokens from ``from_index`` on, and everything that is not a token.
@@ -183,6 +214,13 @@ class Turns:
             task = self._tasks[key]
             runner.cancel()
             await asyncio.wait([task])
+
+    async def samples(self, session_id: str, turn_id: str) -> list[Key]:
+        """As ``find``, and the other samples of the same request after it."""
+        key = await self.find(session_id, turn_id)
+        live = self._runners.get(key)
+        record = live.turn.record if live is not None else await self._around.registry.get_turn(*key)
+        return sample_keys(key, record.n_samples)
 
     async def find(self, session_id: str, turn_id: str) -> Key:
         """The turn's key; the session's latest turn for an empty id. Raises UnknownSession, UnknownTurn."""
@@ -271,7 +309,7 @@ class Turns:
     def _session_lock(self, session_id: str) -> asyncio.Lock:
         return self._session_locks.setdefault(session_id, asyncio.Lock())
 
-    async def _known(self, request: TurnRequest) -> Key | None:
+    async def _known(self, request: TurnRequest) -> TurnRecord | None:
         """The turn that this request began before, if it did."""
         if not request.turn_id:
             return None
@@ -284,52 +322,15 @@ class Turns:
                 f"session {request.session_id} has a turn {request.turn_id} already, begun by another request: "
                 "give each turn its own id"
             )
-        return record.session_id, record.turn_id
+        return record
 
     async def _own_session(self, session_id: str) -> tuple[SessionRecord, ServedModel]:
         """A session, and the model that it speaks to. Raises UnknownSession, ModelMismatch."""
         session = await self._around.registry.get_session(session_id)
         return session, self._models.of_session(session)
 
-    async def _new_record(
-        self, session: SessionRecord, model: ServedModel, request: TurnRequest
-    ) -> tuple[TurnRecord, History, Mapping[str, bytes]]:
-        if session.open_turn_id:
-            raise SessionBusy(
-                f"session {session.session_id} is answering turn {session.open_turn_id}: wait for it or cancel it"
-            )
-        if session.n_turns and request.messages[0].role == "system":
-            raise InvalidMessage(
-                "only the first message of a session may have the role system; this session has begun already"
-            )
-        turns = await self._around.registry.list_turns(request.session_id)
-        history = History.of(turns)
-        prepared = await model.preparation.prepare(self._around.in_thread, request, turns, history)
-        n_prompt_tokens = len(history.token_ids) + len(prepared.prompt_ids)
-        if history.pictures or prepared.pictures:
-            self._around.fleet.check_sight(model.name)
-        record = TurnRecord(
-            session_id=request.session_id,
-            turn_id=request.turn_id or self._new_id(),
-            messages=request.messages,
-            n_history_tokens=len(history.token_ids),
-            prompt_ids=prepared.prompt_ids,
-            sampling=request.sampling.SerializeToString(deterministic=True),
-            max_tokens=answer_budget(n_prompt_tokens, request.max_tokens, self._contexts(model)),
-            stop=request.stop,
-            digest=request.digest,
-            created_at_ms=self._around.wall_ms(),
-            form=prepared.form,
-            pictures=prepared.pictures,
-        )
-        return record, history, prepared.pixels
-
     async def _history(self, session_id: str) -> History:
         return History.of(await self._around.registry.list_turns(session_id))
-
-    def _contexts(self, model: ServedModel) -> Sequence[int]:
-        nodes = self._around.fleet.serving(model.name)
-        return [min(node.context_length, model.context_length) for node in nodes] or [model.context_length]
 
     async def _adopt(self, key: Key) -> TurnRunner | None:
         """Take up a turn that is open in the registry and that nobody runs; None for one that is over.

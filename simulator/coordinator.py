@@ -12,10 +12,10 @@ from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
 from kvferry.coordinator.memory_registry import Ledger, MemoryRegistry
 from kvferry.coordinator.models import Models, ServedModel
+from kvferry.coordinator.surroundings import Surroundings, T
 from kvferry.coordinator.tasks import Background
 from kvferry.coordinator.transport import CONNECT_SECONDS, PlacementLost
 from kvferry.coordinator.turn import Blame, Loss, Phase, TurnPolicy
-from kvferry.coordinator.turn_runner import Surroundings, T
 from kvferry.coordinator.turns import Turns
 from kvferry.proto.v1 import worker_pb2
 from kvferry.simulator.board import CONTEXT_LENGTH, Board
@@ -48,8 +48,9 @@ class SimulatedTransport:
         self.n_dropped_of: Callable[[worker_pb2.RunTurnRequest], int] = lambda _: 0
 
     async def run_turn(
-        self, address: str, request: worker_pb2.RunTurnRequest
+        self, address: str, request: worker_pb2.RunTurnRequest, timeout_seconds: float | None = None
     ) -> AsyncGenerator[worker_pb2.RunTurnResponse, None]:
+        del timeout_seconds  # simulated clients have all the time there is
         board = await self._connect(address)
         stream = Stream(self._network, board.node_id, NAME, self._reorders)
         self._network.later(NAME, board.node_id, lambda: board.accept(request, stream))

@@ -639,6 +639,9 @@ class GenerateRequest(_message.Message):
     TOOL_NAME_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    N_SAMPLES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     turn_id: _builtins.str
     """Chosen by the client (a UUID), so that asking again after a lost connection never starts a second turn. Empty: the coordinator chooses."""
@@ -649,6 +652,17 @@ class GenerateRequest(_message.Message):
     """With TOOL_CHOICE_REQUIRED: this one. Empty: any."""
     thinking: _builtins.bool
     """Whether the model shall think before it answers, where its template knows of that; absent: as the template has it."""
+    priority: _builtins.int
+    """Higher goes first, where turns wait for a node and on it; -100 to 100. It never ends or delays a turn that runs."""
+    timeout_seconds: _builtins.float
+    """Seconds until the answer ends with the tokens that it has (FINISH_REASON_DEADLINE), in all and across restarts; 0: none. The
+    deadline of the call itself does the same, whichever is sooner.
+    """
+    n_samples: _builtins.int
+    """So many answers to the same messages, 1 (or 0) to 32. Number i has the seed `seed` + i. Number 0 is this session's; each of the
+    others is the same turn of a fork of this session, which its events name, and which can be gone on with, resumed, cancelled and
+    deleted by itself. Cancelling number 0 cancels all.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The new messages only; earlier turns are the session's. At least one, the last one from the user or a tool."""
@@ -681,10 +695,13 @@ class GenerateRequest(_message.Message):
         tool_name: _builtins.str = ...,
         thinking: _builtins.bool | None = ...,
         format: Global___OutputFormat | None = ...,
+        priority: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+        n_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "format", b"format", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "format", b"format", "max_tokens", b"max_tokens", "messages", b"messages", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "thinking", b"thinking", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "format", b"format", "max_tokens", b"max_tokens", "messages", b"messages", "n_samples", b"n_samples", "priority", b"priority", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "thinking", b"thinking", "timeout_seconds", b"timeout_seconds", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
     _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
@@ -697,16 +714,20 @@ class GenerateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENT_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    sample: _builtins.int
+    """Whose event it is, of n_samples."""
     @_builtins.property
     def event(self) -> Global___TurnEvent: ...
     def __init__(
         self,
         *,
         event: Global___TurnEvent | None = ...,
+        sample: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -719,21 +740,27 @@ class ResumeRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TURN_ID_FIELD_NUMBER: _builtins.int
     FROM_INDEX_FIELD_NUMBER: _builtins.int
+    FROM_INDEXES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     turn_id: _builtins.str
     """Empty: the session's latest turn."""
     from_index: _builtins.int
     """Index of the first token wanted: 0 for all, or one more than the last one seen."""
+    @_builtins.property
+    def from_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Instead, for a turn with samples: from_index of each of them."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         turn_id: _builtins.str = ...,
         from_index: _builtins.int = ...,
+        from_indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_index", b"from_index", "session_id", b"session_id", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_index", b"from_index", "from_indexes", b"from_indexes", "session_id", b"session_id", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -744,16 +771,20 @@ class ResumeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENT_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    sample: _builtins.int
+    """Whose event it is, of from_indexes."""
     @_builtins.property
     def event(self) -> Global___TurnEvent: ...
     def __init__(
         self,
         *,
         event: Global___TurnEvent | None = ...,
+        sample: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

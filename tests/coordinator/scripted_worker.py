@@ -80,6 +80,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.script = script or Script()
         self.address = ""
         self.requests: list[worker_pb2.RunTurnRequest] = []
+        self.times_left: list[float | None] = []
         self.stopped: list[worker_pb2.StopTurnRequest] = []
         self.dropped: list[str] = []
         self.published: list[worker_pb2.SnapshotInfo] = []
@@ -173,6 +174,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def RunTurn(self, request: worker_pb2.RunTurnRequest, context) -> AsyncIterator[worker_pb2.RunTurnResponse]:
         self.requests.append(request)
+        self.times_left.append(context.time_remaining())
         if self.script.refuse:
             code = self.script.refuse
             await context.abort(status_of(code), f"scripted to say {code}", trailing_metadata(code))

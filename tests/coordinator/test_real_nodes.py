@@ -38,8 +38,30 @@ async def test_an_answer_goes_on_bit_for_bit_when_its_board_dies(processes: Proc
         follow_up = await all_of(client.generate(session, "And then?", max_tokens=8))
         placed = next(e.placed for e in follow_up if e.HasField("placed"))
         assert placed.prefix.n_resident > len(answer)  # the node that took over holds the conversation
+        await check_samples(client)
     finally:
         await client.channel.close()
+
+
+async def check_samples(client: Client) -> None:
+    """On one node: what several answers share is computed once, and each is the answer with its seed."""
+    question, n = " ".join(f"Item {number} of a long list." for number in range(40)), 4
+    session = await client.new_session()
+    message = chat_pb2.ChatMessage(role="user", content=question)
+    request = chat_pb2.GenerateRequest(
+        session_id=session, messages=[message], max_tokens=12, sampling=SAMPLING, n_samples=n
+    )
+    samples: dict[int, list[chat_pb2.TurnEvent]] = {}
+    async for response in client.stub.Generate(request):
+        samples.setdefault(response.sample, []).append(response.event)
+    prefixes = [e.placed.prefix for events in samples.values() for e in events if e.HasField("placed")]
+    n_prompt = prefixes[0].n_tokens
+    assert (len(prefixes), n_prompt > 250) == (n, True)
+    assert sum(prefix.n_computed for prefix in prefixes) < n_prompt + n * 32  # the last block is each one's own
+    for number, events in samples.items():
+        sampling = common_pb2.SamplingSettings(temperature=0.8, seed=SAMPLING.seed + number)
+        alone = client.generate(await client.new_session(), question, max_tokens=12, sampling=sampling)
+        assert ids_of(events) == ids_of(await all_of(alone))
 
 
 async def test_a_node_with_another_store_is_noticed_and_told_of(processes: Processes, tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""Several answers to one request: each is a turn of its own, in a fork, with a seed of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from cluster_kit import PATIENCE_S, Client, Cluster, all_of, code_of, eventually, ids_of
+from scripted_worker import Script
+
+from kvferry.coordinator.samples import sample_session
+from kvferry.proto.v1 import chat_pb2, common_pb2
+
+N = 4
+
+
+def ask(client: Client, session: str, **fields: Any) -> Any:
+    """The call; its responses say whose event each is."""
+    return client.stub.Generate(
+        chat_pb2.GenerateRequest(
+            session_id=session, turn_id="t", messages=[chat_pb2.ChatMessage(role="user", content="Say something.")],
+            **{"max_tokens": 8, "n_samples": N, "sampling": common_pb2.SamplingSettings(seed=5), **fields},
+        )
+    )  # fmt: skip
+
+
+async def by_sample(call: Any) -> dict[int, list[chat_pb2.TurnEvent]]:
+    found: dict[int, list[chat_pb2.TurnEvent]] = {}
+    async with asyncio.timeout(PATIENCE_S):
+        async for response in call:
+            found.setdefault(response.sample, []).append(response.event)
+    return found
+
+
+async def alone(client: Client, seed: int) -> list[int]:
+    return ids_of(await all_of(client.generate(await client.new_session(), seed=seed)))
+
+
+async def test_sample_i_is_the_answer_with_the_seed_plus_i_wherever_it_is_drawn(cluster: Cluster) -> None:
+    for name in "ab":
+        await cluster.worker(name)
+    client = cluster.client()
+    await client.until_nodes(2)
+    session = await client.new_session()
+    samples = await by_sample(ask(client, session))
+    assert sorted(samples) == list(range(N))
+    for number, events in samples.items():
+        assert [e.sequence for e in events if e.HasField("token")] == list(range(8))
+        assert {(e.session_id, e.turn_id) for e in events} == {(sample_session(session, "t", number), "t")}
+        assert ids_of(events) == await alone(client, 5 + number)
+    assert len({tuple(ids_of(events)) for events in samples.values()}) == N
+
+
+async def test_each_sample_can_be_gone_on_with_and_they_share_the_history(cluster: Cluster) -> None:
+    await cluster.worker("a")
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    await all_of(client.generate(session, "Before"))
+    samples = await by_sample(ask(client, session))
+    for number in range(N):
+        sample = await client.get(sample_session(session, "t", number))
+        assert sample.session.forked_from == ("" if number == 0 else session)
+        assert [t.messages[0].content for t in sample.turns] == ["Before", "Say something."]
+        assert list(sample.token_ids[-8:]) == ids_of(samples[number])
+        assert ids_of(await all_of(client.generate(sample.session.session_id, "And on")))
+
+
+async def test_samples_are_resumed_each_from_its_own_index_after_a_restart_too(cluster: Cluster) -> None:
+    await cluster.worker("a", Script(token_seconds=0.03))
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    got: dict[int, list[int]] = {number: [] for number in range(N)}
+    call = ask(client, session, max_tokens=16)
+    async for response in call:
+        if response.event.HasField("token"):
+            got[response.sample].append(response.event.token.token_id)
+        if sum(map(len, got.values())) == 10:
+            break
+    call.cancel()
+    await cluster.restart()
+    client = cluster.client()
+    await client.until_nodes(1)
+    request = chat_pb2.ResumeRequest(
+        session_id=session, turn_id="t", from_indexes=[len(got[number]) for number in range(N)]
+    )
+    for number, events in (await by_sample(client.stub.Resume(request))).items():
+        assert [e.sequence for e in events if e.HasField("token")] == list(range(len(got[number]), 16))
+        whole = got[number] + ids_of(events)
+        again = await all_of(client.generate(await client.new_session(), seed=5 + number, max_tokens=16))
+        assert whole == ids_of(again)
+
+
+async def test_the_same_request_again_is_the_same_samples_and_begins_what_had_not_begun(cluster: Cluster) -> None:
+    await cluster.worker("a")
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    first = await by_sample(ask(client, session))
+    # as after a crash between two of them
+    await client.stub.DeleteSession(chat_pb2.DeleteSessionRequest(session_id=sample_session(session, "t", 2)))
+    again = await by_sample(ask(client, session))
+    assert {n: ids_of(events) for n, events in again.items()} == {n: ids_of(events) for n, events in first.items()}
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await by_sample(ask(client, session, n_samples=2))
+    assert code_of(error.value) == "turn_exists"
+
+
+async def test_a_lost_node_moves_its_samples_and_no_other(cluster: Cluster) -> None:
+    workers = {name: await cluster.worker(name, Script(token_seconds=0.02)) for name in "ab"}
+    client = cluster.client()
+    await client.until_nodes(2)
+    session = await client.new_session()
+    reading = asyncio.create_task(by_sample(ask(client, session, max_tokens=24)))
+    await eventually(lambda: sum(len(w.requests) for w in workers.values()) == N and workers["a"].n_running)
+    await asyncio.sleep(0.1)
+    n_on_a = len(workers["a"].requests)
+    workers["a"].script.break_after = 0
+    await workers["a"].stop()
+    samples = await reading
+    lost = [n for n, events in samples.items() if any(e.HasField("node_lost") for e in events)]
+    assert len(lost) == n_on_a
+    for number, events in samples.items():
+        again = await all_of(client.generate(await client.new_session(), seed=5 + number, max_tokens=24))
+        assert ids_of(events) == ids_of(again)
+
+
+async def test_cancelling_the_first_ends_all_and_one_of_the_others_itself(cluster: Cluster) -> None:
+    worker = await cluster.worker("a", Script(token_seconds=0.02))
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    reading = asyncio.create_task(by_sample(ask(client, session, max_tokens=2_000)))
+    await eventually(lambda: worker.n_running == N)
+    third = sample_session(session, "t", 3)
+    await client.stub.CancelTurn(chat_pb2.CancelTurnRequest(session_id=third, turn_id="t"))
+    await eventually(lambda: worker.n_running == N - 1)
+    await client.stub.CancelTurn(chat_pb2.CancelTurnRequest(session_id=session, turn_id="t"))
+    await eventually(lambda: worker.n_running == 0)
+    ends = {events[-1].finished.reason for events in (await reading).values()}
+    assert ends == {common_pb2.FINISH_REASON_CANCELLED}
+    assert (await client.status()).n_open_turns == 0
+
+
+async def test_there_is_room_for_all_samples_or_none_begins(new_cluster: Any) -> None:
+    cluster = await new_cluster(max_open_turns=N - 1)
+    client = cluster.client()
+    session = await client.new_session()
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await by_sample(ask(client, session))
+    assert code_of(error.value) == "queue_full"
+    assert (await client.get(session)).turns == []
+    assert (await client.status()).n_sessions == 1
+
+
+async def test_too_many_samples_are_refused(cluster: Cluster) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="n_samples is 33: at most 32") as error:
+        await by_sample(ask(cluster.client(), await cluster.client().new_session(), n_samples=33))
+    assert code_of(error.value) == "invalid_request"
