@@ -53,9 +53,14 @@ threads_option = click.option(
     help="Keeps sessions, snapshots and logs. Default: a folder of the user's data directory.",
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=7070, show_default=True, help="0: any free one.")
+@click.option(
+    "--http-port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Of dashboard and OpenAI API."
+)
 @threads_option
-def up(n_nodes: int, model: str, directory: Path | None, port: int, threads_per_node: int | None) -> None:
-    """Start a local cluster: a coordinator and some nodes, each a process of its own.
+def up(
+    n_nodes: int, model: str, directory: Path | None, port: int, http_port: int, threads_per_node: int | None
+) -> None:
+    """Start a local cluster: a coordinator, some nodes and a gateway, each a process of its own.
 
     What dies is started again. Ctrl-C stops it all, a second one at once.
     """
@@ -65,6 +70,7 @@ def up(n_nodes: int, model: str, directory: Path | None, port: int, threads_per_
         directory=directory or platformdirs.user_data_path("kvferry") / "up",
         n_nodes=n_nodes,
         port=port,
+        http_port=http_port,
         threads_per_node=threads_per_node or default_threads_per_node(),
     )
     click.echo("starting (on a new machine the first node compiles its kernels for up to a minute)", err=True)
@@ -132,6 +138,8 @@ def _print_how_to_go_on(cluster: LocalCluster) -> None:
     for name, node in cluster.nodes.items():
         click.echo(f"{name}       pid {node.pid}")
     click.echo(f"files        {cluster.directory}\n")
+    click.echo(f"Watch it:        http://{cluster.http_address}/   (nodes, turns, a chat with a button that kills)")
+    click.echo(f"OpenAI API:      http://{cluster.http_address}/v1")
     click.echo(f"Talk to it:      kvferry chat{where}")
     click.echo(f"Look at it:      kvferry status{where}")
     click.echo(f"Break it:        kill -9 {next(iter(cluster.nodes.values())).pid}   (in the middle of an answer)")

@@ -29,12 +29,16 @@ def default_threads_per_node() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What a cluster is made of. `directory` keeps sessions and snapshots; port 0: a free one, which it keeps."""
+    """What a cluster is made of. `directory` keeps sessions and snapshots; port 0: a free one, which it keeps.
+
+    `http_port`: of the gateway, which serves the OpenAI API and the dashboard; None: there is none.
+    """
 
     model: str
     directory: Path
     n_nodes: int = 3
     port: int = 0
+    http_port: int | None = None
     threads_per_node: int = 1
     kv_memory: str = "512MiB"
     context: int | None = None
@@ -53,10 +57,12 @@ class LocalCluster:
         self.options = options
         self.directory = options.directory
         self._port = options.port
+        self._http_port = options.http_port
         self._lock_fd: int | None = None
         for name in ("state", "store", "run", "logs"):
             _make_directory(self.directory / name)
         self.coordinator = self._process("coordinator", [])
+        self.gateway = None if options.http_port is None else self._process("gateway", [])
         self.nodes = {name: self._process(name, []) for name in (f"node-{i + 1}" for i in range(options.n_nodes))}
 
     @property
@@ -65,9 +71,14 @@ class LocalCluster:
         return f"127.0.0.1:{self._port}"
 
     @property
+    def http_address(self) -> str:
+        """host:port of the gateway; known once it has been ready."""
+        return f"127.0.0.1:{self._http_port}"
+
+    @property
     def processes(self) -> list[ManagedProcess]:
-        """The nodes, then the coordinator."""
-        return [*self.nodes.values(), self.coordinator]
+        """The nodes, then the coordinator, then the gateway if there is one."""
+        return [*self.nodes.values(), self.coordinator, *([self.gateway] if self.gateway else [])]
 
     def __enter__(self) -> Self:
         try:
@@ -88,8 +99,10 @@ class LocalCluster:
         The first node goes ahead: on a machine that never ran one it compiles the kernels, and the others find them.
         """
         self._lock()
-        self._check_port()
+        self._check_port(self._port, "--port")
+        self._check_port(self._http_port or 0, "--http-port")
         self.start_coordinator()
+        self.start_gateway()
         first, *others = self.nodes
         self.start_nodes([first])
         self.start_nodes(others)
@@ -100,6 +113,13 @@ class LocalCluster:
         self.begin(self.coordinator.name)
         ready = self.coordinator.wait_ready()
         self._port = int(str(ready["address"]).rpartition(":")[2])
+
+    def start_gateway(self) -> None:
+        """If there is to be one; returns when it serves."""
+        if self.gateway is not None:
+            self.begin(self.gateway.name)
+            ready = self.gateway.wait_ready()
+            self._http_port = int(str(ready["address"]).rpartition(":")[2])
 
     def start_nodes(self, node_ids: Iterable[str]) -> None:
         """Returns when their processes serve."""
@@ -114,6 +134,9 @@ class LocalCluster:
         if name == self.coordinator.name:
             self.coordinator.arguments = self._coordinator_arguments()
             self.coordinator.start()
+        elif self.gateway is not None and name == self.gateway.name:
+            self.gateway.arguments = self._gateway_arguments(self.gateway)
+            self.gateway.start()
         else:
             self.nodes[name].arguments = self._node_arguments(name)
             self.nodes[name].start()
@@ -172,13 +195,15 @@ class LocalCluster:
         """Stops everything in order and starts it again: new processes, the same directory and port."""
         self.stop_processes()
         self.start_coordinator()
+        self.start_gateway()
         self.start_nodes(self.nodes)
         self.wait_live(self.nodes)
 
     def stop_processes(self, timeout_s: float = STOP_S) -> list[str]:
-        """The nodes together, then the coordinator; names of those that had to be killed."""
+        """The nodes together, then the others; names of those that had to be killed."""
         forced: list[str] = []
-        for group in (list(self.nodes.values()), [self.coordinator]):
+        nodes = list(self.nodes.values())
+        for group in (nodes, self.processes[len(nodes) :]):
             for process in group:
                 process.ask_to_stop()
             deadline = time.monotonic() + timeout_s
@@ -228,6 +253,12 @@ class LocalCluster:
             *options.node_arguments,
         ]
 
+    def _gateway_arguments(self, gateway: ManagedProcess) -> list[str]:
+        return [
+            *("gateway", "run", "--coordinator", self.address, "--listen", self.http_address, "--allow-kill"),
+            *("--ready-file", str(gateway.ready_file)),
+        ]
+
     def _sweep(self) -> None:
         """Half-written files of processes that were killed. Ours alone: nobody runs here, and we hold the lock."""
         if any(process.is_running for process in self.processes):
@@ -237,19 +268,20 @@ class LocalCluster:
                 if path.is_file() and not path.is_symlink():
                     path.unlink(missing_ok=True)
 
-    def _check_port(self) -> None:
-        """Raises PortUnusable in the words of `up`: the coordinator would speak of an option that it alone has."""
-        if self._port == 0:
+    @staticmethod
+    def _check_port(port: int, option: str) -> None:
+        """Raises PortUnusable in the words of `up`: a process would speak of an option that it alone has."""
+        if port == 0:
             return
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server: old connections do not count
             try:
-                probe.bind(("127.0.0.1", self._port))
+                probe.bind(("127.0.0.1", port))
                 probe.listen(1)
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise PortUnusable(
-                    f"Cannot listen on {self.address} ({reason}); choose another --port, 0 for any free one, "
+                    f"Cannot listen on 127.0.0.1:{port} ({reason}); choose another {option}, 0 for any free one, "
                     "or stop what uses it."
                 ) from error
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from kvferry.client import ClientError
 from kvferry.gateway.chat import chat_completions
 from kvferry.gateway.context import Context, context_of
+from kvferry.gateway.dashboard import api as dashboard
 from kvferry.gateway.errors import ApiError, api_error_of
 from kvferry.gateway.responses import cancel_response, create_response, delete_response, get_response
 
@@ -78,6 +79,7 @@ def create_app(make_context: Callable[[], Context]) -> Starlette:
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/health", health),
     ]
+    routes += dashboard.ROUTES
     handlers: Mapping[type[Exception], Callable[[Request, Exception], Response]] = {
         ApiError: _on_api_error,
         ClientError: _on_client_error,

@@ -20,6 +20,7 @@ class GatewayConfig(BaseSettings):
     coordinator: str = Field(default="127.0.0.1:7070", description="HOST:PORT of the coordinator")
     listen: str = Field(default="127.0.0.1:8080", description="HOST:PORT to serve HTTP at; port 0 takes a free one")
     patience_seconds: float = Field(default=60.0, ge=0, le=3600, description="for a coordinator that is away")
+    allow_kill: bool = Field(default=False, description="let the dashboard kill nodes of a local cluster")
     ready_file: Path | None = Field(default=None, description="file that says where the gateway serves, once it does")
 
     @field_validator("coordinator", "listen")

@@ -9,6 +9,7 @@ from typing import cast
 from starlette.requests import Request
 
 from kvferry.client import AsyncClient
+from kvferry.gateway.dashboard.watcher import Watcher
 from kvferry.gateway.models import Models
 
 
@@ -18,6 +19,8 @@ class Context:
 
     client: AsyncClient
     models: Models
+    watcher: Watcher
+    may_kill: bool
     new_id: Callable[[], str]
     new_seed: Callable[[], int]
     wall_clock: Callable[[], float]

@@ -17,6 +17,7 @@ from kvferry.client import AsyncClient
 from kvferry.gateway.app import create_app
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.context import Context
+from kvferry.gateway.dashboard.watcher import Watcher
 from kvferry.gateway.errors import CannotListen, ConfigInvalid
 from kvferry.gateway.models import Models
 from kvferry.proto.address import parse_address, why_not_listen
@@ -43,6 +44,8 @@ def serve(config: GatewayConfig) -> None:
         return Context(
             client=client,
             models=Models(client, time.monotonic),
+            watcher=Watcher(client, lambda: time.time() * 1000),
+            may_kill=config.allow_kill,
             new_id=lambda: uuid.uuid4().hex,
             new_seed=lambda: secrets.randbits(63),
             wall_clock=time.time,

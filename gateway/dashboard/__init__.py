@@ -1,0 +1,1 @@
+"""A page that shows the cluster while it works: nodes, sessions, turns as they run, and a chat to break it with."""
