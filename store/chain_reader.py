@@ -180,7 +180,7 @@ class ChainReader:
 
 def _uncleared(n_bytes: int) -> memoryview:
     """Memory that is written before it is read; clearing it would take longer than a small restore."""
-    return memoryview(np.empty(n_bytes, np.uint8))
+    return np.empty(n_bytes, np.uint8).data
 
 
 @contextmanager

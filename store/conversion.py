@@ -16,12 +16,13 @@ from kvferry.store.errors import SnapshotRejected, StoreMisuse
 from kvferry.store.folder import look
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry, Rows, TokenIds
-from kvferry.store.inspection import WHOLE_FILES, Snapshot, load_any
+from kvferry.store.inspection import WHOLE_FILES, Snapshot, confirm_good, load_any
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.payload import Kind, Layout, MemoryPlanes, Planes, PlaneSource, fits, to_q4
 from kvferry.store.publish import TempFile, create_temp, publish, write_q8_snapshot, write_snapshot
 from kvferry.store.q8 import Q8Rows
 from kvferry.store.reader import RowBuffers, open_snapshot
+from kvferry.store.seals import Seal
 from kvferry.store.segment_file import Terms
 from kvferry.store.segment_writer import SegmentWriter
 from kvferry.store.segments import CheckedChain
@@ -95,7 +96,7 @@ def convert(
         if VERSION_OF.get(source.kind) != version or source.spans:
             what = "pictures" if source.spans else f"{source.kind.name} rows"
             raise StoreMisuse(f"version {version} cannot hold {what}", op="convert", path=output)
-        return _write_whole(fs, source, output, unique)
+        return _write_whole(fs, source, output, unique, terms.seal)
     if lossy:
         source = _to_q4(source)
     if not fingerprint and not source.fingerprint:
@@ -112,10 +113,10 @@ def convert(
         prefix=vlkv3.prefix_digest(terms.seal, name, source.token_ids, source.spans),
     )
     writer = SegmentWriter(extent, source.token_ids, source.spans, terms.seal, terms.seal.new_salt(unique))
-    return _place(fs, output / extent.name, unique, lambda temp: writer.write(temp, source.rows))
+    return _place(fs, output / extent.name, unique, terms.seal, lambda temp: writer.write(temp, source.rows))
 
 
-def _write_whole(fs: FileSystem, source: Sequence, output: Path, unique: str) -> Path:
+def _write_whole(fs: FileSystem, source: Sequence, output: Path, unique: str, seal: Seal) -> Path:
     token_hash = vlkv.fnv1a(source.token_ids)
     arrays = MemoryPlanes.empty(source.kind, source.geometry, len(source.token_ids))
     for layer in range(source.geometry.n_layers):
@@ -127,14 +128,14 @@ def _write_whole(fs: FileSystem, source: Sequence, output: Path, unique: str) ->
         rows, buffers = MemoryRows(*arrays.arrays), RowBuffers(source.geometry)
         return write_snapshot(temp, source.geometry, source.token_ids, token_hash, rows, buffers)
 
-    return _place(fs, output / vlkv.file_name(token_hash), unique, write)
+    return _place(fs, output / vlkv.file_name(token_hash), unique, seal, write)
 
 
-def _place(fs: FileSystem, final: Path, unique: str, write: Callable[[TempFile], int]) -> Path:
+def _place(fs: FileSystem, final: Path, unique: str, seal: Seal, write: Callable[[TempFile], int]) -> Path:
     path = final.parent / names.temp_name(final.name, "convert", unique, 0)
     with create_temp(fs, path) as temp:
         inode = write(temp)
-        publish(fs, temp.path, final, inode, lambda: None)
+        publish(fs, temp.path, final, inode, lambda: confirm_good(fs, final, seal))
     return final
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from kvferry.store import names, vlkv, vlkv3
-from kvferry.store.errors import SnapshotRejected, os_errors_mapped
+from kvferry.store.errors import NameTaken, SnapshotRejected, os_errors_mapped
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry, Rows, TokenIds
 from kvferry.store.memory_rows import MemoryRows
@@ -122,6 +122,21 @@ def judge(
     except SnapshotRejected as error:
         return error
     return None
+
+
+def confirm_good(fs: FileSystem, path: Path, seal: Seal) -> None:
+    """A file that has a wanted name already is good, a segment to its last row.
+
+    Raises NameTaken when it is not, SnapshotGone, StoreUnavailable.
+    """
+    refusal = judge(fs, path, None, None, seal=seal)
+    if refusal is None and names.is_segment(path.name):
+        with open_segment(fs, path, Terms(seal=seal)) as file:
+            refusal = next((damage.rejection(path) for damage in file.damaged_blocks()), None)
+    if refusal is not None:
+        raise NameTaken(
+            f"not written: {path} is there already and is refused ({refusal.reason}); move it away first", path=path
+        )
 
 
 def _value(name: str, raw: bytes) -> str:

@@ -9,6 +9,7 @@ from kvferry.store import names, vlkv3
 from kvferry.store.chain_reader import open_chain
 from kvferry.store.folder import Folder
 from kvferry.store.fs import FileSystem
+from kvferry.store.inspection import confirm_good
 from kvferry.store.publish import create_temp, publish
 from kvferry.store.seals import Seal
 from kvferry.store.segment_file import Terms
@@ -40,5 +41,5 @@ def salvage(fs: FileSystem, folder: Folder, name: str, position: int, unique: st
         final = folder.path / extent.name
         with create_temp(fs, folder.path / names.temp_name(final.name, "operator", unique, 0)) as temp:
             inode = writer.write(temp, CheckedChain(reader))
-            publish(fs, temp.path, final, inode, lambda: None)
+            publish(fs, temp.path, final, inode, lambda: confirm_good(fs, final, seal))
     return final

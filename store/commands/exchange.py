@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,12 +17,13 @@ from kvferry.store.commands.shared import (
     model_options,
     open_place,
     print_json,
+    progress,
 )
 from kvferry.store.conversion import convert as convert_sequence
 from kvferry.store.conversion import open_sequence
 from kvferry.store.errors import StoreMisuse
 from kvferry.store.lcp_index import common_prefix
-from kvferry.store.payload import Kind, empty_planes
+from kvferry.store.payload import Kind, Planes, PlaneSource, empty_planes, row_bytes
 
 _FILE = click.Path(path_type=Path)
 EXIT_DIFFERENT = 3
@@ -57,13 +60,35 @@ def convert(
     store = open_place(str(file.parent), key_file, encrypted)
     fs, terms = store.fs, store.terms(chosen_shape(model, geometry, vocab_size))
     with open_sequence(fs, file, terms) as source:
-        path = convert_sequence(
-            fs, source, output, uuid4().hex, version=version, terms=terms, fingerprint=fingerprint, lossy=lossy
-        )
+        n_bytes = source.geometry.n_layers * len(source.token_ids) * row_bytes(source.kind, source.geometry)
+        with progress("convert", n_bytes, quiet=as_json) as advance:
+            path = convert_sequence(
+                fs,
+                replace(source, rows=_Told(source.rows, advance)),
+                output,
+                uuid4().hex,
+                version=version,
+                terms=terms,
+                fingerprint=fingerprint,
+                lossy=lossy,
+            )
     if as_json:
         print_json({"file": str(file), "output": str(path), "version": version, "n_bytes": path.stat().st_size})
     else:
         click.echo(str(path))
+
+
+class _Told:
+    """Rows that tell how many bytes of them were asked for."""
+
+    def __init__(self, rows: PlaneSource, told: Callable[[int], None]) -> None:
+        self._rows = rows
+        self._told = told
+
+    def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
+        """As the rows' own."""
+        self._rows.read_planes(layer, start, stop, planes)
+        self._told(sum(plane.nbytes for plane in planes))
 
 
 @click.command()
