@@ -156,7 +156,7 @@ def _problems(store: OpenStore, folder: Folder, pace: Pace, *, quick: bool, quie
 
 def _damage(store: OpenStore, view: FileView, told: Callable[[int], None]) -> list[Problem]:
     try:
-        damages = read_rows_of(store.fs, view, store.terms(), told)
+        damages = read_rows_of(store.fs, view, store.terms(folder=view.path.parent), told)
     except SnapshotGone:  # evicted meanwhile
         return []
     except SnapshotRejected as error:

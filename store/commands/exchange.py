@@ -102,8 +102,11 @@ def diff(left: Path, right: Path, key_file: Path | None, encrypted: bool, as_jso
     Exit code 0: tokens and rows are the same; 3: they are not.
     """
     store = open_place(str(left.parent), key_file, encrypted)
-    fs, terms = store.fs, store.terms()
-    with open_sequence(fs, left, terms) as a, open_sequence(fs, right, terms) as b:
+    fs = store.fs
+    with (
+        open_sequence(fs, left, store.terms(folder=left.parent)) as a,
+        open_sequence(fs, right, store.terms(folder=right.parent)) as b,
+    ):
         if a.geometry != b.geometry or a.kind is not b.kind:
             raise StoreMisuse(
                 f"{a.kind.name} rows of {a.geometry} cannot be compared with {b.kind.name} rows of {b.geometry}",

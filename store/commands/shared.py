@@ -28,6 +28,7 @@ from kvferry.store.folder import Folder, look, model_folders
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.model_shape import ModelShape, parse_shape, read_shape
+from kvferry.store.names import digest_in_folder
 from kvferry.store.place import StorePlace
 from kvferry.store.seals import Seal
 from kvferry.store.segment_file import Terms
@@ -75,10 +76,14 @@ class OpenStore:
     said: str  # the place, as it was given
     troubles: list[str] = field(default_factory=list)  # folders that could not be read
 
-    def terms(self, shape: ModelShape | None = None) -> Terms:
-        """What files are held against; a shape's None leaves a field to the file."""
+    def terms(self, shape: ModelShape | None = None, folder: Path | None = None) -> Terms:
+        """What a folder's files are held against; a shape's None leaves a field to the file.
+
+        Without a folder the root is one. A tenant's folder says whose key its files are sealed with.
+        """
         geometry, vocab_size = parts(shape)
-        return Terms(geometry=geometry, vocab_size=vocab_size, seal=self.seal)
+        seal = self.seal.for_tenant(digest_in_folder((folder or self.root).absolute().name))
+        return Terms(geometry=geometry, vocab_size=vocab_size, seal=seal)
 
     def folders(self, shape: ModelShape | None = None, *, quiet: bool) -> Iterator[Folder]:
         """All models' folders, looked at under a bar. One that cannot be read is a trouble; the others go on.
@@ -88,7 +93,7 @@ class OpenStore:
         for path in model_folders(self.fs, self.root):
             try:
                 with progress(f"{path.name[:16]} heads", None, quiet=quiet, in_bytes=False) as advance:
-                    found = look(self.fs, path, self.terms(shape), advance)
+                    found = look(self.fs, path, self.terms(shape, path), advance)
             except StoreUnavailable as error:
                 self.troubles.append(str(error))
             else:

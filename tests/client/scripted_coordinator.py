@@ -141,11 +141,15 @@ class ScriptedCoordinator(chat_pb2_grpc.ChatServiceServicer):
         if self.refusals:
             await self._refuse(self.refusals.pop(0), context)
 
+    other_key = False  # what it says of its node
+
     async def CreateSession(self, request, context):
         await self._short_call(request, context)
         if request.session_id in self.sessions:
             await self._refuse(Refuse("session_exists"), context)
-        self.sessions[request.session_id] = chat_pb2.Session(session_id=request.session_id, model="m", n_tokens=5)
+        self.sessions[request.session_id] = chat_pb2.Session(
+            session_id=request.session_id, model="m", n_tokens=5, tenant=request.tenant
+        )
         return chat_pb2.CreateSessionResponse(session=self.sessions[request.session_id])
 
     async def GetSession(self, request, context):
@@ -194,8 +198,9 @@ class ScriptedCoordinator(chat_pb2_grpc.ChatServiceServicer):
         await self._short_call(request, context)
         store = common_pb2.StoreFigures(bytes_saved=3 << 20, files_refused=2)
         node = chat_pb2.NodeInfo(
-            node_id="n1", state=chat_pb2.NODE_STATE_LIVE, store_ok=True, kv_bytes_budget=1 << 30, store=store
-        )
+            node_id="n1", state=chat_pb2.NODE_STATE_LIVE, store_ok=True, kv_bytes_budget=1 << 30, store=store,
+            other_key=self.other_key,
+        )  # fmt: skip
         return chat_pb2.ListNodesResponse(nodes=[node])
 
     async def GetStatus(self, request, context):

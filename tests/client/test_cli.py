@@ -296,6 +296,27 @@ async def test_chat_as_json_is_one_event_a_line(coordinator, env):
     assert (events[2]["token_id"], events[3]["reason"]) == (100, "end")
 
 
+async def test_a_node_with_another_key_is_told_of_in_one_sentence(coordinator, env):
+    assert "another" not in (await kvferry("nodes", **env))[1]
+    coordinator.other_key = True
+    for command in ("nodes", "status"):
+        lines = (await kvferry(command, **env))[1].splitlines()
+        assert any("another key" in line and line.lstrip().startswith("n1 ") for line in lines)
+        assert lines[-1].startswith("n1 has another store key than the coordinator: only nodes with the same")
+
+
+async def test_a_new_session_is_the_tenants_that_is_named_and_an_old_one_stays_its_own(coordinator, env):
+    coordinator.echo_turn_id = True
+    coordinator.scripts = [[started(), finished(0)]] * 2
+    assert (await kvferry("chat", "--session", "mine", "--tenant", "acme", "-m", "hello", **env))[0] == 0
+    assert coordinator.sessions["mine"].tenant == "acme"
+    assert ", tenant acme" in (await kvferry("sessions", "show", "mine", **env))[1]
+    code, _, err = await kvferry("chat", "--session", "mine", "--tenant", "bolt", "-m", "hello", **env)
+    assert code == 2
+    assert "Session mine is not one of tenant bolt" in err
+    assert (await kvferry("chat", "--session", "mine", "-m", "hello", **env))[0] == 0
+
+
 async def test_sessions_nodes_and_status_as_table_and_as_json(coordinator, env):
     coordinator.echo_turn_id = True
     coordinator.scripts = [[started(), finished(0)]]

@@ -33,9 +33,11 @@ def key_file(folder: Path, key: bytes = b"0123456789abcdef0123456789abcdef", mod
     return path
 
 
-def store_at(place: StorePlace, node_id: str = "n") -> SnapshotStore:
+def store_at(place: StorePlace, node_id: str = "n", tenant: str = "") -> SnapshotStore:
     fs, root, seal = place.open()
-    store = SnapshotStore(root, "feed", GEOMETRY, 1024, 1 << 30, 100, node_id, version=3, fs=fs, seal=seal)
+    store = SnapshotStore(
+        root, "feed", GEOMETRY, 1024, 1 << 30, 100, node_id, version=3, fs=fs, seal=seal, tenant=tenant
+    )
     store.reap()
     store.refresh()
     return store
@@ -107,6 +109,35 @@ def test_offline_commands_take_the_key(tmp_path: Path, command: list[str]) -> No
         judged = CliRunner().invoke(kv, [*one, str(files[0]), "--store-key-file", str(key)])
         assert judged.exit_code == 0, judged.output
         assert CliRunner().invoke(kv, [*one, str(files[0])]).exit_code != 0
+
+
+@pytest.mark.parametrize("encrypted", [False, pytest.param(True, marks=needs_cryptography)])
+def test_a_tenants_files_have_a_key_of_its_own_and_the_commands_find_it(tmp_path: Path, encrypted: bool) -> None:
+    place = StorePlace(str(tmp_path / "store"), key_file(tmp_path), encrypted)
+    info = store_at(place).publish(IDS, MemoryRows(K, -K))
+    theirs = store_at(place, tenant="acme")
+    their_info = theirs.publish(IDS, MemoryRows(K, -K))
+    assert info.name != their_info.name, "a name tells nobody without the key what is in the file"
+    (store_at(place).path / their_info.name).write_bytes((theirs.path / their_info.name).read_bytes())
+    assert store_at(place, "other").refused() == {their_info.name: "key_mismatch"}
+    (store_at(place).path / their_info.name).unlink()
+    options = ["--store-key-file", str(place.key_file), *(["--store-encrypted"] if encrypted else [])]
+    for command in (
+        ["ls", place.where, "--json"],
+        ["scrub", place.where],
+        ["fsck", place.where],
+        ["verify", str(theirs.path / their_info.name)],
+        ["diff", str(store_at(place).path / info.name), str(theirs.path / their_info.name)],
+    ):
+        done = CliRunner().invoke(kv, [*command, *options])
+        assert done.exit_code == 0, (command, done.output)
+        assert "key_mismatch" not in done.output
+
+
+def test_without_a_tenant_nothing_of_the_layout_changes(tmp_path: Path) -> None:
+    store = store_at(StorePlace(str(tmp_path)))
+    assert store.path == tmp_path / "feed"
+    assert store_at(StorePlace(str(tmp_path)), tenant="acme").path.name == "feed-822b33ad87c148a0a20a5ba7"
 
 
 @pytest.mark.parametrize(
