@@ -21,6 +21,7 @@ from kvferry.coordinator.config import CoordinatorSettings
 from kvferry.coordinator.errors import CannotListen, CannotStart, RegistryUnavailable
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.fleet_service import FleetService
+from kvferry.coordinator.forgetting import Forgetting, expire
 from kvferry.coordinator.loaded_model import LoadedModel, load_all, served
 from kvferry.coordinator.metrics import CoordinatorMetrics
 from kvferry.coordinator.opening import open_registry
@@ -112,6 +113,8 @@ async def serve(
     chat_pb2_grpc.add_ChatServiceServicer_to_server(chat, server)
     metrics = CoordinatorMetrics(chat.status)
     turns.on_finished = metrics.turn_finished
+    forgetting = Forgetting(registry, snapshots, settings.sharing, wall_ms)
+    turns.on_deleted = forgetting.deleted
     exposition = Exposition(settings.metrics, metrics)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(
         FleetService(
@@ -124,6 +127,7 @@ async def serve(
     try:
         snapshots.start()
         background.start(fleet.run(), "fleet")
+        background.start(forgetting.run(), "forgetting")
         background.start(settle(around.settled, grace_seconds(settings, fleet, is_new=registry.is_new)), "settle")
         await registry.announce(settings.advertised(address))
         await take_up(turns)
@@ -180,7 +184,9 @@ async def keep_house(registry: Registry, turns: Turns, settings: CoordinatorSett
                     await take_up(turns)
                 if expire_s and time.monotonic() >= next_expiry_s:
                     next_expiry_s = time.monotonic() + min(EXPIRY_SECONDS, expire_s / 2)
-                    await expire(turns, expire_s)
+                    before_ms = wall_ms() - int(expire_s * 1000)
+                    if n := await expire(registry, turns, before_ms):
+                        logger.info("%d sessions were unused for %g days and are deleted", n, settings.expire_days)
         except RegistryUnavailable as e:
             logger.warning("there is no housekeeping at the moment: %s", e)
         await asyncio.sleep(min(pause_s, expire_s / 2) if expire_s else pause_s)
@@ -191,12 +197,6 @@ async def end_unread(turns: Turns, limit_s: float) -> None:
     while True:
         await asyncio.sleep(min(limit_s / 4, UNREAD_SECONDS))
         turns.end_unread(limit_s)
-
-
-async def expire(turns: Turns, older_than_s: float) -> None:
-    """Delete what is too old. Raises RegistryUnavailable."""
-    if n := await turns.expire(older_than_s):
-        logger.info("%d sessions were unused for %.1f days and are deleted", n, older_than_s / 86_400)
 
 
 def add_health_and_reflection(server: grpc.aio.Server) -> health.aio.HealthServicer:

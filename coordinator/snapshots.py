@@ -134,6 +134,28 @@ class SnapshotView:
             for name in names:
                 self._submit(partial(self._take_in, (fingerprint, namespace), store, name))
 
+    def remove(self, token_ids: TokenArray, spans: Sequence[ContentSpan], n_shared: int, namespace: str) -> None:
+        """Delete, before long, what only a conversation of these tokens needs; see ``SnapshotStore.remove``.
+
+        Snapshots of fingerprints that no node has had since the start are left to eviction.
+        """
+        for fingerprint in self._shapes:
+            if (store := self._store(fingerprint, namespace)) is not None:
+                self._submit(partial(self._remove, (fingerprint, namespace), store, token_ids, spans, n_shared))
+
+    def _remove(
+        self, key: Key, store: SnapshotStore, token_ids: TokenArray, spans: Sequence[ContentSpan], n_shared: int
+    ) -> None:
+        try:
+            gone = store.remove(token_ids, spans, n_shared)
+        except StoreError as e:
+            logger.warning("the snapshots of a deleted session are left to eviction: %s", e)
+            return
+        sizes = self._sizes.get(key, {})
+        for name in gone:
+            sizes.pop(name, None)
+        logger.info("%d snapshots of a deleted session are removed", len(gone))
+
     def _store(self, fingerprint: str, namespace: str = "") -> SnapshotStore | None:
         """What is known of a namespace; at first nothing, until the thread has looked."""
         key = fingerprint, namespace
@@ -146,7 +168,7 @@ class SnapshotView:
         geometry, vocab_size = self._shapes[fingerprint]
         try:
             store = SnapshotStore.index_only(
-                root, fingerprint, geometry, vocab_size, fs=fs, seal=seal, tenant=namespace
+                root, fingerprint, geometry, vocab_size, fs=fs, seal=seal, tenant=namespace, removes=True
             )
         except StoreError as e:
             logger.warning("snapshots of fingerprint %s are not used for routing: %s", fingerprint, e)

@@ -18,7 +18,6 @@ from kvferry.coordinator.cutting import cut_at
 from kvferry.coordinator.errors import (
     ModelMismatch,
     QueueFull,
-    SessionBusy,
     TurnElsewhere,
     TurnExists,
     UnknownSession,
@@ -39,9 +38,6 @@ from kvferry.coordinator.turn_runner import TurnRunner
 from kvferry.proto.v1 import chat_pb2
 
 logger = logging.getLogger(__name__)
-
-MAX_EXPIRED_AT_ONCE: Final = 100
-"""Sessions deleted in one go; the next look finds the rest."""
 
 MAX_REPLAYS: Final = 8
 """Finished turns being made again from the registry at once; each detokenises its whole answer in a thread."""
@@ -65,6 +61,8 @@ class Turns:
         self.n_finished = 0
         # Hears of each turn that ended.
         self.on_finished: Callable[[Turn], None] = lambda _: None
+        # Hears of each session that was deleted, with the tokens it had.
+        self.on_deleted: Callable[[SessionRecord, History], None] = lambda *_: None
         self._models = models
         self._around = around
         self._policy = policy
@@ -236,12 +234,14 @@ class Turns:
         session = await self._around.registry.get_session(session_id)
         if session.open_turn_id:
             await self.cancel(session_id, session.open_turn_id)
+        history = await self._history(session_id)
         await self._around.registry.delete_session(session_id)
         self._last_node.pop(session_id, None)
         for member in self._around.fleet.members():
             if session_id in member.node.resident and member.state is not NodeState.DEAD:
                 dropping = self._around.transport.drop_session(member.node.address, session_id)
                 self._around.background.start(dropping, "drop-session")
+        self.on_deleted(session, history)
 
     async def fork_session(
         self, session_id: str, fork: SessionRecord, n_turns: int | None, n_tokens: int | None
@@ -259,18 +259,6 @@ class Turns:
             lambda: cut_at(kept, n_tokens, lambda turn: ModelAnswerText(model.text, turn.stop))
         )
         return await registry.fork_session(session_id, fork, cut.n_turns, cut.last_outcome)
-
-    async def expire(self, older_than_s: float) -> int:
-        """Delete what nobody used for so long, some at a time; returns how many."""
-        registry, n_deleted = self._around.registry, 0
-        before_ms = self._around.wall_ms() - int(older_than_s * 1000)
-        for session_id in await registry.idle_sessions(before_ms, MAX_EXPIRED_AT_ONCE):
-            # it may have been used or deleted since it was listed
-            with contextlib.suppress(UnknownSession, SessionBusy):
-                if (await registry.get_session(session_id)).updated_at_ms < before_ms:
-                    await self.delete_session(session_id)
-                    n_deleted += 1
-        return n_deleted
 
     def end_unread(self, limit_s: float) -> None:
         """End turns that a node answered for so long while nobody read them; they keep their tokens."""

@@ -153,11 +153,15 @@ class SnapshotStore:
         fs: FileSystem | None = None,
         seal: Seal | None = None,
         tenant: str = "",
+        removes: bool = False,
     ) -> SnapshotStore:
-        """A store that only looks: for the coordinator's routing. It never writes, not even an mtime."""
+        """A store that only looks, and, if it ``removes``, deletes what it is told to: for the coordinator.
+
+        It never writes, not even an mtime.
+        """
         return cls(
             root, fingerprint, geometry, vocab_size, 0, 0, "index",
-            read_only=True, kind=None, fs=fs, seal=seal, tenant=tenant,
+            read_only=not removes, kind=None, fs=fs, seal=seal, tenant=tenant,
         )  # fmt: skip
 
     def __repr__(self) -> str:

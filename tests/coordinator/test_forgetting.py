@@ -1,0 +1,124 @@
+"""A deleted conversation's snapshots go, and none that another one has use of."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_kit import Cluster, all_of, eventually
+from scripted_worker import Script
+from test_registry import outcome, session, turn
+from test_snapshots import FINGERPRINT, GEOMETRY, VOCABULARY, Zeros
+
+from kvferry.coordinator.conversation import History
+from kvferry.coordinator.forgetting import Forgetting, expire
+from kvferry.coordinator.memory_registry import Ledger, MemoryRegistry
+from kvferry.coordinator.registry import Registry
+from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.tenants import Sharing
+from kvferry.proto.v1 import chat_pb2
+from kvferry.store.place import StorePlace
+from kvferry.store.snapshot_store import SnapshotStore
+
+SYSTEM = tuple(range(64))
+
+
+class Fixture:
+    """A registry of sessions, a store with what nodes saved of them, and who cleans up."""
+
+    def __init__(self, root: Path, registry: Registry) -> None:
+        self.root, self.registry = root, registry
+        self.view = SnapshotView(StorePlace(str(root)))
+        self.forgetting = Forgetting(registry, self.view, Sharing(), lambda: 100)
+
+    async def talk(self, session_id: str, *own: int, tenant: str = "") -> None:
+        """A session of the system prompt and tokens of its own, saved after each."""
+        prompt = SYSTEM + own
+        finished = dataclasses.replace(turn(session_id=session_id, prompt=prompt), outcome=outcome(()))
+        made = dataclasses.replace(session(session_id), n_tokens=len(prompt), n_turns=1, tenant=tenant)
+        await self.registry.import_session(made, [finished])
+        store = SnapshotStore(
+            self.root, FINGERPRINT, GEOMETRY, VOCABULARY, 1 << 20, 100, "n", version=3, tenant=tenant
+        )  # fmt: skip
+        store.reap()
+        store.publish(np.array(SYSTEM, np.int32), Zeros())
+        if own:
+            store.publish(np.array(prompt, np.int32), Zeros())
+
+    async def delete_session(self, session_id: str) -> None:
+        record = await self.registry.get_session(session_id)
+        history = History.of(await self.registry.list_turns(session_id))
+        await self.registry.delete_session(session_id)
+        self.forgetting.deleted(record, history)
+
+    def files(self) -> int:
+        return len(list(self.root.rglob("kv3_*.kv")))
+
+
+@pytest.fixture
+async def kept(tmp_path: Path) -> AsyncIterator[Fixture]:
+    fixture = Fixture(tmp_path, await MemoryRegistry(Ledger()).open("c"))
+    fixture.view.start()
+    fixture.view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    running = asyncio.create_task(fixture.forgetting.run())
+    yield fixture
+    running.cancel()
+    fixture.view.stop()
+
+
+async def test_a_shared_system_prompt_stays_until_the_last_session_that_has_it_goes(kept: Fixture) -> None:
+    for number, session_id in enumerate("ab"):
+        await kept.talk(session_id, *range(100 + 50 * number, 140 + 50 * number))
+    assert kept.files() == 3
+    await kept.delete_session("a")
+    await eventually(lambda: kept.files() == 2)
+    assert kept.view.longest_prefixes((*SYSTEM, *range(150, 190), 1)) == {FINGERPRINT: 104}
+    await kept.delete_session("b")
+    await eventually(lambda: kept.files() == 0)
+
+
+async def test_what_a_shorter_session_still_needs_stays(kept: Fixture) -> None:
+    await kept.talk("prompt only")
+    await kept.talk("whole", *range(100, 140))
+    await kept.delete_session("whole")
+    await eventually(lambda: kept.files() == 1)
+    assert kept.view.longest_prefixes((*SYSTEM, 1)) == {FINGERPRINT: 64}
+
+
+async def test_tenants_do_not_keep_each_other_s(kept: Fixture) -> None:
+    await kept.talk("ours", tenant="acme")
+    await kept.talk("theirs", tenant="other")
+    assert kept.files() == 2
+    await kept.delete_session("ours")
+    await eventually(lambda: kept.files() == 1)
+
+
+async def test_what_nobody_used_for_long_goes_with_its_snapshots(kept: Fixture) -> None:
+    await kept.talk("old", *range(100, 140))
+    assert await expire(kept.registry, kept, before_ms=1) == 0
+    assert await expire(kept.registry, kept, before_ms=2) == 1
+    await eventually(lambda: kept.files() == 0)
+
+
+async def test_deleting_by_rpc_does_it(new_cluster: Callable[..., Any], tmp_path: Path) -> None:
+    cluster: Cluster = await new_cluster(store=str(tmp_path / "store"))
+    worker = await cluster.worker("a", Script())
+    client = cluster.client()
+    await client.until_nodes(1)
+    session_id = await client.new_session()
+    await all_of(client.generate(session_id))
+    token_ids = np.array((await client.get(session_id)).token_ids, np.int32)
+    g = (30, 3, 64)
+    store = SnapshotStore(
+        tmp_path / "store", worker._identity["fingerprint"], dataclasses.replace(GEOMETRY, n_layers=g[0], n_kv_heads=g[1],
+        head_dim=g[2]), cluster._models[0].text.vocab_size, 1 << 30, 100, "n", version=3,
+    )  # fmt: skip
+    store.reap()
+    store.publish(token_ids[:-1], Zeros())
+    await client.stub.DeleteSession(chat_pb2.DeleteSessionRequest(session_id=session_id))
+    await eventually(lambda: not list((tmp_path / "store").rglob("kv3_*.kv")))
