@@ -37,7 +37,7 @@ from kvferry.simulator.trace import Kind, SessionPlan, drawn
 
 MODEL: Final = "smollm2-135m"
 CORES: Final = (0.25, 0.5, 0.35)
-"""Of the nodes, the first by name being no favourite; what is left of two cores is the coordinator's and the client's."""
+"""Of the nodes, the first by name being no favourite; the rest of two cores is for the coordinator and the client."""
 
 KINDS: Final[dict[str, tuple[Kind, float]]] = {
     "chat": (Kind(n_systems=3, system_tokens=350, n_turns=4, prompt_tokens=40, answer_tokens=20, think_s=1.0), 2.0),
