@@ -27,8 +27,9 @@ import grpc.aio
 from kvferry.bench.cpu_share import cpu_shares
 from kvferry.coordinator.config import CoordinatorSettings
 from kvferry.coordinator.loaded_model import LoadedModel
+from kvferry.coordinator.opening import open_registry
 from kvferry.coordinator.routing import Rule
-from kvferry.coordinator.server import open_state, serve
+from kvferry.coordinator.server import serve
 from kvferry.drills.process import ManagedProcess
 from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc
@@ -186,7 +187,7 @@ async def coordinator(
 ) -> AsyncIterator[chat_pb2_grpc.ChatServiceAsyncStub]:
     """In this process; from when all nodes are its own."""
     async with (
-        open_state(settings.state) as registry,
+        open_registry(settings) as registry,
         serve(settings, [model], registry, rule) as address,
         grpc.aio.insecure_channel(address, options=channel_options()) as channel,
     ):
