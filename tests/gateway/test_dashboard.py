@@ -80,13 +80,18 @@ def test_a_person_kills_the_node_in_mid_answer_and_sees_the_answer_go_on(local, 
         kill = page.locator("#kill:not(:disabled)")
         kill.wait_for(timeout=ANSWER_MS)
         killed = kill.inner_text().split()[1]
-        sync_api.expect(page.locator(".assistant")).to_have_text(re.compile(".{120}", re.DOTALL), timeout=ANSWER_MS)
+        sync_api.expect(page.locator(".assistant").first).to_have_text(
+            re.compile(".{120}", re.DOTALL), timeout=ANSWER_MS
+        )
         kill.click()
         page.locator(".news.bad", has_text="is gone").wait_for(timeout=ANSWER_MS)
         page.locator(".news", has_text="goes on from token").wait_for(timeout=ANSWER_MS)
+        sync_api.expect(page.locator(".assistant").last).to_have_text(
+            re.compile(".{200}", re.DOTALL), timeout=ANSWER_MS
+        )
+        take(page, pictures, "chat")
         page.locator(".news", has_text="nothing lost").wait_for(timeout=ANSWER_MS)
         assert not local.nodes[killed].is_running
-        take(page, pictures, "chat")
         page.click("#tab-cluster")
         page.locator("#timeline rect.pause").first.wait_for(state="attached", timeout=10_000)
         page.locator("#timeline g").first.click()

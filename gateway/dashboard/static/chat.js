@@ -31,20 +31,24 @@ async function* events(response) {
   }
 }
 
+// `answer.line` is where the text grows: a new one behind each piece of news, so that all stands in the order it came.
 function show(event, answer) {
   switch (event.kind) {
     case "session": session = event.session_id; break;
     case "placed":
       mayKill(event.node_id);
-      if (event.first_index) tell(`${event.node_id} goes on from token ${event.first_index}.`);
+      if (event.first_index) {
+        tell(`${event.node_id} goes on from token ${event.first_index}.`);
+        answer.line = tell("", "assistant");
+      }
       break;
-    case "token": answer.textContent += event.text; break;
+    case "token": answer.line.textContent += event.text; break;
     case "node_lost":
       mayKill(null);
       tell(`${event.node_id} is gone (${event.cause}) after ${event.n_tokens} tokens.`, "news bad");
       break;
     case "finished":
-      answer.textContent += event.tail_text;
+      answer.line.textContent += event.tail_text;
       tell(event.error || `${event.n_answer_tokens} tokens, first after ${event.first_token_seconds.toFixed(2)} s` +
         (event.n_placements > 1 ? `, ${event.n_placements} nodes, longest pause ${event.longest_pause_seconds.toFixed(2)} s, nothing lost.` : "."),
         event.error ? "news bad" : "news");
@@ -55,7 +59,7 @@ function show(event, answer) {
 
 async function send(text) {
   tell(text, "user");
-  const answer = tell("", "assistant");
+  const answer = { line: tell("", "assistant") };
   const response = await fetch("/dashboard/chat", { method: "POST", body: JSON.stringify({ text, session_id: session }) });
   if (!response.ok) {
     tell((await response.json()).error.message, "news bad");
@@ -63,7 +67,7 @@ async function send(text) {
   }
   for await (const event of events(response)) {
     show(event, answer);
-    answer.scrollIntoView({ block: "nearest" });
+    answer.line.scrollIntoView({ block: "end" });
   }
 }
 
