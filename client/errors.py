@@ -102,6 +102,12 @@ class PromptTooLong(BadRequest):
     code = "prompt_too_long"
 
 
+class InvalidImport(BadRequest):
+    """What is to be imported is no session that was exported."""
+
+    code = "invalid_import"
+
+
 class IndexOutOfRange(BadRequest):
     code = "index_out_of_range"
 

@@ -61,6 +61,12 @@ class IndexOutOfRange(BadRequest):
     code = "index_out_of_range"
 
 
+class InvalidImport(BadRequest):
+    """What is to be imported is no session that a coordinator exported."""
+
+    code = "invalid_import"
+
+
 class UnknownModel(BadRequest):
     code = "unknown_model"
 

@@ -100,6 +100,16 @@ class Models:
             )
         return model
 
+    def of_import(self, name: str, tokenizer_digest: str) -> ServedModel:
+        """The model that a session of another cluster goes on with. Raises ModelMismatch."""
+        same = [model for model in self if model.text.digest == tokenizer_digest]
+        if not same:
+            raise ModelMismatch(
+                f"the session was begun with {name[:140] or 'a model without a name'}, whose tokens mean nothing to "
+                f"{self.names}: import it where a model with the same tokenizer and chat template is served"
+            )
+        return next((model for model in same if model.name == name), same[0])
+
     def match(self, tokenizer_digest: str, name: str) -> ServedModel | None:
         """The model with this tokenizer and template; of several such, the one with this name."""
         same = [model for model in self if model.text.digest == tokenizer_digest]

@@ -17,6 +17,7 @@ from kvferry.coordinator.peers import Peers
 from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord
 from kvferry.coordinator.samples import Key, merged, sample_keys
 from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.transfer import exported, imported
 from kvferry.coordinator.turn import Phase
 from kvferry.coordinator.turns import Turns
 from kvferry.coordinator.wire import (
@@ -97,6 +98,27 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
             await self.peers.cancel(e, session_id, "")
             await self.turns.delete_session(session_id)
         return chat_pb2.DeleteSessionResponse()
+
+    @unary
+    async def ExportSession(
+        self, request: chat_pb2.ExportSessionRequest, context: Context
+    ) -> chat_pb2.ExportSessionResponse:
+        session = await self.registry.get_session(requests.name("session_id", request.session_id))
+        turns = await self.registry.list_turns(session.session_id)
+        pixels = await self.registry.pixels(p.content_hash for turn in turns for p in turn.pictures)
+        return chat_pb2.ExportSessionResponse(session=exported(session, turns, pixels))
+
+    @unary
+    async def ImportSession(
+        self, request: chat_pb2.ImportSessionRequest, context: Context
+    ) -> chat_pb2.ImportSessionResponse:
+        carried = request.session
+        model = self.models.of_import(carried.model, carried.tokenizer_digest)
+        record, turns, pixels = await asyncio.to_thread(
+            imported, carried, model, request.session_id or carried.session_id, self.wall_ms()
+        )
+        await self.registry.import_session(record, turns, pixels)
+        return chat_pb2.ImportSessionResponse(session=self._session(record))
 
     @streaming
     async def Generate(

@@ -17,6 +17,7 @@ STATUS_OF: Final[dict[str, grpc.StatusCode]] = {
     # the caller asked for something that cannot be
     "empty_prompt": grpc.StatusCode.INVALID_ARGUMENT,
     "images_too_large": grpc.StatusCode.INVALID_ARGUMENT,
+    "invalid_import": grpc.StatusCode.INVALID_ARGUMENT,
     "invalid_image": grpc.StatusCode.INVALID_ARGUMENT,
     "invalid_message": grpc.StatusCode.INVALID_ARGUMENT,
     "invalid_name": grpc.StatusCode.INVALID_ARGUMENT,

@@ -1,4 +1,4 @@
-"""`kvferry sessions`: list, show, fork, delete."""
+"""`kvferry sessions`: list, show, fork, delete; export and import are in transfer.py."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from kvferry.client.commands.options import (
     print_json,
     print_table,
 )
+from kvferry.client.commands.transfer import export_session, import_session
 from kvferry.client.sdk import Client, SessionInfo
 
 
 @click.group()
 def sessions() -> None:
-    """List, show, fork and delete conversations."""
+    """List, show, fork, delete, export and import conversations."""
+
+
+sessions.add_command(export_session)
+sessions.add_command(import_session)
 
 
 @sessions.command("list")

@@ -49,6 +49,7 @@ from kvferry.client.sdk.turn import Answer, AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
     ClusterStatus,
+    ExportedSession,
     Image,
     Message,
     ModelInfo,
@@ -79,6 +80,7 @@ __all__ = [
     "ClusterStatus",
     "Conflict",
     "ConnectionLost",
+    "ExportedSession",
     "FinishReason",
     "Finished",
     "Image",

@@ -17,6 +17,7 @@ from kvferry.client.sdk.turn import AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
     ClusterStatus,
+    ExportedSession,
     Image,
     Message,
     ModelInfo,
@@ -109,6 +110,12 @@ class AsyncClient:
                 break
         return found[:limit]
 
+    async def import_session(self, data: bytes, session_id: str | None = None) -> AsyncSession:
+        """A session that another cluster exported, under its own name or this one; it goes on with the same bits."""
+        request = wire.import_request(data, session_id or "")
+        response = await self._connection.ask(self._connection.stub.ImportSession, request)
+        return self.session(response.session.session_id)
+
     async def models(self) -> list[ModelInfo]:
         """What the coordinator serves; the first one is that of sessions that name none."""
         response = await self._connection.ask(self._connection.stub.ListModels, chat_pb2.ListModelsRequest())
@@ -196,6 +203,11 @@ class AsyncSession:
         )
         await self._connection.ask_once_done(self._connection.stub.ForkSession, request, done_already=SessionExists)
         return AsyncSession(self._connection, wanted, self._new_id)
+
+    async def export(self) -> ExportedSession:
+        """All of it, for another cluster's import_session; an answer that is not finished is left out."""
+        request = request_of(chat_pb2.ExportSessionRequest, session_id=self.id)
+        return wire.exported_of((await self._connection.ask(self._connection.stub.ExportSession, request)).session)
 
     async def delete(self) -> None:
         """Forgets the conversation."""

@@ -16,6 +16,7 @@ from kvferry.client.sdk.turn import Answer, AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
     ClusterStatus,
+    ExportedSession,
     Image,
     Message,
     ModelInfo,
@@ -122,6 +123,10 @@ class Client:
         """Most recently used first; at most `limit`."""
         return self._loop.run(self._async.list_sessions(limit=limit))
 
+    def import_session(self, data: bytes, session_id: str | None = None) -> Session:
+        """A session that another cluster exported, under its own name or this one; it goes on with the same bits."""
+        return Session(self._loop, self._loop.run(self._async.import_session(data, session_id)))
+
     def models(self) -> list[ModelInfo]:
         """What the coordinator serves; the first one is that of sessions that name none."""
         return self._loop.run(self._async.models())
@@ -192,6 +197,10 @@ class Session:
         With its first n_turns, or its first n_tokens, which may end inside an answer (None: all finished turns).
         """
         return Session(self._loop, self._loop.run(self._async.fork(new_session_id, n_turns=n_turns, n_tokens=n_tokens)))
+
+    def export(self) -> ExportedSession:
+        """All of it, for another cluster's import_session; an answer that is not finished is left out."""
+        return self._loop.run(self._async.export())
 
     def delete(self) -> None:
         """Forgets the conversation."""

@@ -197,6 +197,18 @@ class StoreFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportedSession:
+    """A session for another cluster. ``data`` is what import_session takes."""
+
+    session_id: str
+    model: str
+    token_ids: tuple[int, ...] = field(repr=False)
+    # (first token, number of tokens, SHA-256) of what stands at its image tokens.
+    pictures: tuple[tuple[int, int, bytes], ...]
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class NodeInfo:
     """A node as the coordinator sees it."""
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Final
 
+from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as WireMessage
 
-from kvferry.client.errors import InvalidRequest, InvalidSampling, RequestTooLarge
+from kvferry.client.errors import InvalidImport, InvalidRequest, InvalidSampling, RequestTooLarge
 from kvferry.client.sdk.events import (
     Candidate,
     Finished,
@@ -25,6 +26,7 @@ from kvferry.client.sdk.form_wire import answer_of, call_of, call_to_wire, form_
 from kvferry.client.sdk.forms import FREE, AnswerForm
 from kvferry.client.sdk.values import (
     ClusterStatus,
+    ExportedSession,
     Image,
     Message,
     ModelInfo,
@@ -279,6 +281,28 @@ def _turn_of(message: chat_pb2.Turn) -> TurnInfo:
         placements=tuple(placed_of(p) for p in message.placements),
         parsed=answer_of(message.parsed) if message.HasField("parsed") else None,
     )
+
+
+def exported_of(message: chat_pb2.ExportedSession) -> ExportedSession:
+    """A session for another cluster."""
+    return ExportedSession(
+        session_id=message.session_id,
+        model=message.model,
+        token_ids=tuple(i for turn in message.turns for ids in (turn.prompt_ids, turn.answer_ids) for i in ids),
+        pictures=tuple((p.start, p.n_tokens, p.content_hash) for turn in message.turns for p in turn.pictures),
+        data=message.SerializeToString(),
+    )
+
+
+def import_request(data: bytes, session_id: str) -> chat_pb2.ImportSessionRequest:
+    """Raises InvalidImport for bytes that are no session, RequestTooLarge."""
+    try:
+        session = chat_pb2.ExportedSession.FromString(data)
+    except DecodeError as error:
+        raise InvalidImport("What is to be imported is no session that was exported.") from error
+    request = request_of(chat_pb2.ImportSessionRequest, session=session, session_id=session_id)
+    check_size(request)
+    return request
 
 
 def model_of(message: chat_pb2.ModelInfo) -> ModelInfo:

@@ -625,6 +625,255 @@ class DeleteSessionResponse(_message.Message):
 Global___DeleteSessionResponse: _TypeAlias = DeleteSessionResponse  # noqa: Y015
 
 @_typing.final
+class ExportSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportSessionRequest: _TypeAlias = ExportSessionRequest  # noqa: Y015
+
+@_typing.final
+class ExportSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session(self) -> Global___ExportedSession: ...
+    def __init__(
+        self,
+        *,
+        session: Global___ExportedSession | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportSessionResponse: _TypeAlias = ExportSessionResponse  # noqa: Y015
+
+@_typing.final
+class ImportSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Its name from now on; empty: as it was."""
+    @_builtins.property
+    def session(self) -> Global___ExportedSession: ...
+    def __init__(
+        self,
+        *,
+        session: Global___ExportedSession | None = ...,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportSessionRequest: _TypeAlias = ImportSessionRequest  # noqa: Y015
+
+@_typing.final
+class ImportSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session(self) -> Global___Session: ...
+    def __init__(
+        self,
+        *,
+        session: Global___Session | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportSessionResponse: _TypeAlias = ImportSessionResponse  # noqa: Y015
+
+@_typing.final
+class ExportedSession(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    CREATED_AT_MS_FIELD_NUMBER: _builtins.int
+    UPDATED_AT_MS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    PIXELS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    model: _builtins.str
+    tokenizer_digest: _builtins.str
+    created_at_ms: _builtins.int
+    updated_at_ms: _builtins.int
+    epoch: _builtins.int
+    tenant: _builtins.str
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExportedTurn]:
+        """Finished, in order; all of their tokens one after the other are the session's."""
+
+    @_builtins.property
+    def pixels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """PNG files of the pictures, each content once."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        tokenizer_digest: _builtins.str = ...,
+        created_at_ms: _builtins.int = ...,
+        updated_at_ms: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        turns: _abc.Iterable[Global___ExportedTurn] | None = ...,
+        pixels: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at_ms", b"created_at_ms", "epoch", b"epoch", "model", b"model", "pixels", b"pixels", "session_id", b"session_id", "tenant", b"tenant", "tokenizer_digest", b"tokenizer_digest", "turns", b"turns", "updated_at_ms", b"updated_at_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportedSession: _TypeAlias = ExportedSession  # noqa: Y015
+
+@_typing.final
+class ExportedTurn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_ID_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    ANSWER_IDS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    CREATED_AT_MS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
+    PROMPT_OPENED_THINKING_FIELD_NUMBER: _builtins.int
+    READS_THINKING_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PICTURES_FIELD_NUMBER: _builtins.int
+    turn_id: _builtins.str
+    finish_reason: _common_pb2.FinishReason.ValueType
+    max_tokens: _builtins.int
+    created_at_ms: _builtins.int
+    digest: _builtins.str
+    """Of the request, so that the same request is the same turn in the other cluster too."""
+    thinking: _builtins.bool
+    prompt_opened_thinking: _builtins.bool
+    reads_thinking: _builtins.bool
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """Without images: see pictures."""
+
+    @_builtins.property
+    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def answer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sampling(self) -> _common_pb2.SamplingSettings: ...
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GeneratedToken]: ...
+    @_builtins.property
+    def pictures(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExportedPicture]: ...
+    def __init__(
+        self,
+        *,
+        turn_id: _builtins.str = ...,
+        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
+        answer_ids: _abc.Iterable[_builtins.int] | None = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        sampling: _common_pb2.SamplingSettings | None = ...,
+        max_tokens: _builtins.int = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        created_at_ms: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        thinking: _builtins.bool | None = ...,
+        prompt_opened_thinking: _builtins.bool = ...,
+        reads_thinking: _builtins.bool = ...,
+        logprobs: _abc.Iterable[_common_pb2.GeneratedToken] | None = ...,
+        pictures: _abc.Iterable[Global___ExportedPicture] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "answer_ids", b"answer_ids", "created_at_ms", b"created_at_ms", "digest", b"digest", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "pictures", b"pictures", "prompt_ids", b"prompt_ids", "prompt_opened_thinking", b"prompt_opened_thinking", "reads_thinking", b"reads_thinking", "sampling", b"sampling", "stop", b"stop", "thinking", b"thinking", "tools", b"tools", "turn_id", b"turn_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
+    _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking) -> _WhichOneofReturnType__thinking | None: ...
+
+Global___ExportedTurn: _TypeAlias = ExportedTurn  # noqa: Y015
+
+@_typing.final
+class ExportedPicture(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_HASH_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    N_TOKENS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    COLS_FIELD_NUMBER: _builtins.int
+    content_hash: _builtins.bytes
+    """SHA-256 of the size and the scaled pixels."""
+    message: _builtins.int
+    """It stands before character `at` of message number `message`; its tokens begin at index `start` of the session's."""
+    at: _builtins.int
+    start: _builtins.int
+    n_tokens: _builtins.int
+    rows: _builtins.int
+    """Patches."""
+    cols: _builtins.int
+    def __init__(
+        self,
+        *,
+        content_hash: _builtins.bytes = ...,
+        message: _builtins.int = ...,
+        at: _builtins.int = ...,
+        start: _builtins.int = ...,
+        n_tokens: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        cols: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cols", b"cols", "content_hash", b"content_hash", "message", b"message", "n_tokens", b"n_tokens", "rows", b"rows", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportedPicture: _TypeAlias = ExportedPicture  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

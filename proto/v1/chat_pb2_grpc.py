@@ -60,6 +60,16 @@ class ChatServiceStub:
                 request_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.DeleteSessionRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.DeleteSessionResponse.FromString,
                 _registered_method=True)
+        self.ExportSession = channel.unary_unary(
+                '/kvferry.v1.ChatService/ExportSession',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ExportSessionRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ExportSessionResponse.FromString,
+                _registered_method=True)
+        self.ImportSession = channel.unary_unary(
+                '/kvferry.v1.ChatService/ImportSession',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ImportSessionRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ImportSessionResponse.FromString,
+                _registered_method=True)
         self.Generate = channel.unary_stream(
                 '/kvferry.v1.ChatService/Generate',
                 request_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.GenerateRequest.SerializeToString,
@@ -123,6 +133,20 @@ class ChatServiceServicer:
 
     def DeleteSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportSession(self, request, context):
+        """All of a session, for another cluster that serves a model with the same tokenizer. Its open turn is left out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportSession(self, request, context):
+        """A session that another cluster exported; it goes on with the same bits. Refused when its tokens mean nothing here.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -193,6 +217,16 @@ def add_ChatServiceServicer_to_server(servicer, server):
                     servicer.DeleteSession,
                     request_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.DeleteSessionRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.DeleteSessionResponse.SerializeToString,
+            ),
+            'ExportSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExportSession,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ExportSessionRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ExportSessionResponse.SerializeToString,
+            ),
+            'ImportSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ImportSession,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ImportSessionRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ImportSessionResponse.SerializeToString,
             ),
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
@@ -361,6 +395,60 @@ class ChatService:
             '/kvferry.v1.ChatService/DeleteSession',
             kvferry_dot_proto_dot_v1_dot_chat__pb2.DeleteSessionRequest.SerializeToString,
             kvferry_dot_proto_dot_v1_dot_chat__pb2.DeleteSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.ChatService/ExportSession',
+            kvferry_dot_proto_dot_v1_dot_chat__pb2.ExportSessionRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_chat__pb2.ExportSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.ChatService/ImportSession',
+            kvferry_dot_proto_dot_v1_dot_chat__pb2.ImportSessionRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_chat__pb2.ImportSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class ChatServiceStub:
     ForkSession: _grpc.UnaryUnaryMultiCallable[_chat_pb2.ForkSessionRequest, _chat_pb2.ForkSessionResponse]
     """A new session that starts with the first n_tokens of another one."""
     DeleteSession: _grpc.UnaryUnaryMultiCallable[_chat_pb2.DeleteSessionRequest, _chat_pb2.DeleteSessionResponse]
+    ExportSession: _grpc.UnaryUnaryMultiCallable[_chat_pb2.ExportSessionRequest, _chat_pb2.ExportSessionResponse]
+    """All of a session, for another cluster that serves a model with the same tokenizer. Its open turn is left out."""
+    ImportSession: _grpc.UnaryUnaryMultiCallable[_chat_pb2.ImportSessionRequest, _chat_pb2.ImportSessionResponse]
+    """A session that another cluster exported; it goes on with the same bits. Refused when its tokens mean nothing here."""
     Generate: _grpc.UnaryStreamMultiCallable[_chat_pb2.GenerateRequest, _chat_pb2.GenerateResponse]
     """Starts a turn and streams it. The turn goes on when the client is gone; Resume picks it up again."""
     Resume: _grpc.UnaryStreamMultiCallable[_chat_pb2.ResumeRequest, _chat_pb2.ResumeResponse]
@@ -60,6 +64,10 @@ class ChatServiceAsyncStub(ChatServiceStub):
     ForkSession: _aio.UnaryUnaryMultiCallable[_chat_pb2.ForkSessionRequest, _chat_pb2.ForkSessionResponse]  # type: ignore[assignment]
     """A new session that starts with the first n_tokens of another one."""
     DeleteSession: _aio.UnaryUnaryMultiCallable[_chat_pb2.DeleteSessionRequest, _chat_pb2.DeleteSessionResponse]  # type: ignore[assignment]
+    ExportSession: _aio.UnaryUnaryMultiCallable[_chat_pb2.ExportSessionRequest, _chat_pb2.ExportSessionResponse]  # type: ignore[assignment]
+    """All of a session, for another cluster that serves a model with the same tokenizer. Its open turn is left out."""
+    ImportSession: _aio.UnaryUnaryMultiCallable[_chat_pb2.ImportSessionRequest, _chat_pb2.ImportSessionResponse]  # type: ignore[assignment]
+    """A session that another cluster exported; it goes on with the same bits. Refused when its tokens mean nothing here."""
     Generate: _aio.UnaryStreamMultiCallable[_chat_pb2.GenerateRequest, _chat_pb2.GenerateResponse]  # type: ignore[assignment]
     """Starts a turn and streams it. The turn goes on when the client is gone; Resume picks it up again."""
     Resume: _aio.UnaryStreamMultiCallable[_chat_pb2.ResumeRequest, _chat_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -108,6 +116,22 @@ class ChatServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _chat_pb2.DeleteSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_chat_pb2.DeleteSessionResponse, _abc.Awaitable[_chat_pb2.DeleteSessionResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ExportSession(
+        self,
+        request: _chat_pb2.ExportSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chat_pb2.ExportSessionResponse, _abc.Awaitable[_chat_pb2.ExportSessionResponse]]:
+        """All of a session, for another cluster that serves a model with the same tokenizer. Its open turn is left out."""
+
+    @_abc_1.abstractmethod
+    def ImportSession(
+        self,
+        request: _chat_pb2.ImportSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chat_pb2.ImportSessionResponse, _abc.Awaitable[_chat_pb2.ImportSessionResponse]]:
+        """A session that another cluster exported; it goes on with the same bits. Refused when its tokens mean nothing here."""
 
     @_abc_1.abstractmethod
     def Generate(

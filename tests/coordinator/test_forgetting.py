@@ -113,11 +113,9 @@ async def test_deleting_by_rpc_does_it(new_cluster: Callable[..., Any], tmp_path
     session_id = await client.new_session()
     await all_of(client.generate(session_id))
     token_ids = np.array((await client.get(session_id)).token_ids, np.int32)
-    g = (30, 3, 64)
-    store = SnapshotStore(
-        tmp_path / "store", worker._identity["fingerprint"], dataclasses.replace(GEOMETRY, n_layers=g[0], n_kv_heads=g[1],
-        head_dim=g[2]), cluster._models[0].text.vocab_size, 1 << 30, 100, "n", version=3,
-    )  # fmt: skip
+    geometry = dataclasses.replace(GEOMETRY, n_layers=30, n_kv_heads=3, head_dim=64)  # as scripted workers have it
+    vocab_size, fingerprint = cluster._models[0].text.vocab_size, worker._identity["fingerprint"]
+    store = SnapshotStore(tmp_path / "store", fingerprint, geometry, vocab_size, 1 << 30, 100, "n", version=3)
     store.reap()
     store.publish(token_ids[:-1], Zeros())
     await client.stub.DeleteSession(chat_pb2.DeleteSessionRequest(session_id=session_id))

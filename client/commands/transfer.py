@@ -1,0 +1,92 @@
+"""`kvferry sessions export | import`: a conversation from one cluster to another, with its rows if they are wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import numpy as np
+
+from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option, json_option, print_json
+from kvferry.client.errors import InvalidRequest
+from kvferry.client.sdk import Client, ExportedSession
+from kvferry.client.session_file import SessionFile, read_session_file, write_session_file
+from kvferry.store.carrying import adopt, rows_of
+from kvferry.store.place import StorePlace
+from kvferry.store.vlkv3 import ContentSpan
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+store_option = click.option("--store", metavar="DIR", help="The cluster's snapshot folder, for the rows.")
+
+
+@click.command("export")
+@click.argument("session_id")
+@click.argument("file", type=_FILE)
+@coordinator_option
+@click.option("--rows", is_flag=True, help="Its snapshots as well, which can be large; needs --store.")
+    "--rows", is_flag=True, help="Its snapshots as well; needs --store. They can be larger than the text by far."
+)
+@store_option
+@json_option
+def export_session(session_id: str, file: Path, coordinator: str, rows: bool, store: str | None, as_json: bool) -> None:
+    """Write a conversation to FILE, for another cluster."""
+    if rows and store is None:
+        raise click.UsageError("--rows needs --store DIR, the folder that the nodes share.")
+    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+        session = client.session(session_id).export()
+    paths = _rows_of(session, store) if rows and store is not None else []
+    try:
+        n_rows = write_session_file(file, session.data, paths)
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be written: {(error.strerror or str(error)).lower()}.") from error
+    facts = {"session_id": session_id, "file": str(file), "n_tokens": len(session.token_ids), "n_row_files": n_rows}
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo(f"{file}: session {session_id}, {len(session.token_ids)} tokens, {n_rows} files of rows")
+
+
+@click.command("import")
+@click.argument("file", type=_FILE)
+@coordinator_option
+@click.option("--name", default=None, help="Of the session here. [default: as it was]")
+@store_option
+@json_option
+def import_session(file: Path, coordinator: str, name: str | None, store: str | None, as_json: bool) -> None:
+    """Go on with a conversation of another cluster. Rows of another model than the one here are left out."""
+    found = read_session_file(file)
+    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+        fingerprints = {f for model in client.models() for f in model.fingerprints}
+        session = client.import_session(found.session, name)
+    n_rows, why_not = _take_in(found, store, fingerprints)
+    if as_json:
+        print_json({"session_id": session.id, "n_row_files": n_rows, "rows_refused": why_not})
+        return
+    click.echo(session.id)
+    if why_not:
+        click.echo(f"rows are not imported: {why_not}; they are computed anew", err=True)
+
+
+def _rows_of(session: ExportedSession, store: str) -> list[Path]:
+    spans = [ContentSpan(*span) for span in session.pictures]
+    return rows_of(StorePlace(store), np.array(session.token_ids, np.int32), spans)
+
+
+def _take_in(found: SessionFile, store: str | None, fingerprints: set[str]) -> tuple[int, str]:
+    """How many files of rows were taken in, and why others were not."""
+    if not found.rows:
+        return 0, ""
+    if store is None:
+        return 0, "no --store is given"
+    n_rows, foreign = 0, set()
+    for row_file in found.rows:
+        fingerprint = row_file.folder.partition("-")[0]  # what follows is the tenant's
+        if fingerprint in fingerprints:
+            n_rows += adopt(
+                StorePlace(store), row_file.folder, row_file.name, row_file.n_bytes, found.chunks(row_file)
+            )  # fmt: skip
+        else:
+            foreign.add(fingerprint)
+    if not foreign:
+        return n_rows, ""
+    return n_rows, f"no node here has the fingerprint {', '.join(sorted(foreign))[:200]}"
