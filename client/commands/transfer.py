@@ -24,8 +24,6 @@ store_option = click.option("--store", metavar="DIR", help="The cluster's snapsh
 @click.argument("file", type=_FILE)
 @coordinator_option
 @click.option("--rows", is_flag=True, help="Its snapshots as well, which can be large; needs --store.")
-    "--rows", is_flag=True, help="Its snapshots as well; needs --store. They can be larger than the text by far."
-)
 @store_option
 @json_option
 def export_session(session_id: str, file: Path, coordinator: str, rows: bool, store: str | None, as_json: bool) -> None:
