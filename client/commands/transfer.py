@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import numpy as np
 
 from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option, json_option, print_json
 from kvferry.client.errors import InvalidRequest
 from kvferry.client.sdk import Client, ExportedSession
 from kvferry.client.session_file import SessionFile, read_session_file, write_session_file
-from kvferry.store.carrying import adopt, rows_of
-from kvferry.store.place import StorePlace
-from kvferry.store.vlkv3 import ContentSpan
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 store_option = click.option("--store", metavar="DIR", help="The cluster's snapshot folder, for the rows.")
@@ -66,6 +62,12 @@ def import_session(file: Path, coordinator: str, name: str | None, store: str | 
 
 
 def _rows_of(session: ExportedSession, store: str) -> list[Path]:
+    import numpy as np  # neither it nor the store is needed by those who carry no rows
+
+    from kvferry.store.carrying import rows_of
+    from kvferry.store.place import StorePlace
+    from kvferry.store.vlkv3 import ContentSpan
+
     spans = [ContentSpan(*span) for span in session.pictures]
     return rows_of(StorePlace(store), np.array(session.token_ids, np.int32), spans)
 
@@ -76,6 +78,9 @@ def _take_in(found: SessionFile, store: str | None, fingerprints: set[str]) -> t
         return 0, ""
     if store is None:
         return 0, "no --store is given"
+    from kvferry.store.carrying import adopt
+    from kvferry.store.place import StorePlace
+
     n_rows, foreign = 0, set()
     for row_file in found.rows:
         fingerprint = row_file.folder.partition("-")[0]  # what follows is the tenant's
