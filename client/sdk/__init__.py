@@ -44,7 +44,8 @@ from kvferry.client.sdk.forms import (
     Tool,
     ToolCall,
 )
-from kvferry.client.sdk.sync import Client, Session, Turn
+from kvferry.client.sdk.samples import AsyncSamples, SampleEvent
+from kvferry.client.sdk.sync import Client, Samples, Session, Turn
 from kvferry.client.sdk.turn import Answer, AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
@@ -69,6 +70,7 @@ __all__ = [
     "Answer",
     "AnswerForm",
     "AsyncClient",
+    "AsyncSamples",
     "AsyncSession",
     "AsyncTurn",
     "BadRequest",
@@ -99,6 +101,8 @@ __all__ = [
     "Placed",
     "PrefixReport",
     "Regex",
+    "SampleEvent",
+    "Samples",
     "Sampling",
     "ServerFault",
     "Session",

@@ -13,6 +13,7 @@ from kvferry.client.sdk.connection import Connection
 from kvferry.client.sdk.filling import request_of
 from kvferry.client.sdk.forms import FREE, AnswerForm
 from kvferry.client.sdk.retry import OnOutage, Patience
+from kvferry.client.sdk.samples import AsyncSamples
 from kvferry.client.sdk.turn import AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
@@ -156,6 +157,8 @@ class AsyncSession:
         stop: Sequence[str] = (),
         turn_id: str | None = None,
         form: AnswerForm = FREE,
+        priority: int = 0,
+        timeout_s: float = 0.0,
         **fields: Unpack[TurnFields],
     ) -> AsyncTurn:
         """Starts a turn with the new messages (a text: one message of the user) when the result is first iterated.
@@ -164,8 +167,10 @@ class AsyncSession:
 
         Sampling comes as a value, as single fields (`temperature=0.8, seed=7`), or as a value with fields that replace
         its own; so does the answer's form (`tools=[...]`, `thinking=False`, `format=JsonSchema({...})`).
-        max_tokens 0: to the end of the context. The same turn_id asked again is the same turn. Raises InvalidSampling,
-        InvalidRequest, InvalidTools and InvalidFormat at once for values that no message can hold.
+        max_tokens 0: to the end of the context. priority: -100 to 100, higher goes first. timeout_s: after so many
+        seconds the answer ends with the tokens that it has (FinishReason.DEADLINE); 0: never. The same turn_id asked
+        again is the same turn. Raises InvalidSampling, InvalidRequest, InvalidTools and InvalidFormat at once for
+        values that no message can hold.
         """
         turn_id = turn_id or self._new_id()
         sampling, form = with_fields(sampling, form, fields)
@@ -178,8 +183,47 @@ class AsyncSession:
             max_tokens=max_tokens,
             stop=stop,
             form=form,
+            priority=priority,
+            timeout_s=timeout_s,
         )
         return AsyncTurn(self._connection, self.id, turn_id, request)
+
+    def samples(
+        self,
+        messages: str | Sequence[Message],
+        n: int,
+        *,
+        images: Sequence[Image | bytes] = (),
+        sampling: Sampling = GREEDY,
+        max_tokens: int = 0,
+        stop: Sequence[str] = (),
+        turn_id: str | None = None,
+        form: AnswerForm = FREE,
+        priority: int = 0,
+        timeout_s: float = 0.0,
+        **fields: Unpack[TurnFields],
+    ) -> AsyncSamples:
+        """Starts n answers to the same messages; as generate for the rest.
+
+        Number i has the seed `seed` + i. Number 0 is this session's; each of the others is in a session of its own,
+        a fork of this one, that can be gone on with or deleted.
+        """
+        turn_id = turn_id or self._new_id()
+        sampling, form = with_fields(sampling, form, fields)
+        request = wire.generate_request(
+            self.id,
+            turn_id,
+            messages=messages,
+            images=images,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            form=form,
+            priority=priority,
+            timeout_s=timeout_s,
+            n_samples=n,
+        )
+        return AsyncSamples(self._connection, request)
 
     def resume(self, turn_id: str | None = None, *, from_index: int = 0) -> AsyncTurn:
         """Streams a turn, running or finished, from any token on; without a name the latest one."""

@@ -16,6 +16,7 @@ class FinishReason(StrEnum):
     STOP_STRING = "stop_string"
     CANCELLED = "cancelled"
     ERROR = "error"
+    DEADLINE = "deadline"
     UNKNOWN = "unknown"
 
 

@@ -12,6 +12,7 @@ from kvferry.client.sdk.aio import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, Asy
 from kvferry.client.sdk.events import TurnEvent
 from kvferry.client.sdk.forms import FREE, AnswerForm
 from kvferry.client.sdk.retry import OnOutage
+from kvferry.client.sdk.samples import AsyncSamples, SampleEvent
 from kvferry.client.sdk.turn import Answer, AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
@@ -166,6 +167,8 @@ class Session:
         stop: Sequence[str] = (),
         turn_id: str | None = None,
         form: AnswerForm = FREE,
+        priority: int = 0,
+        timeout_s: float = 0.0,
         **fields: Unpack[TurnFields],
     ) -> Turn:
         """See AsyncSession.generate."""
@@ -177,9 +180,42 @@ class Session:
             stop=stop,
             turn_id=turn_id,
             form=form,
+            priority=priority,
+            timeout_s=timeout_s,
             **fields,
         )
         return Turn(self._loop, turn)
+
+    def samples(
+        self,
+        messages: str | Sequence[Message],
+        n: int,
+        *,
+        images: Sequence[Image | bytes] = (),
+        sampling: Sampling = GREEDY,
+        max_tokens: int = 0,
+        stop: Sequence[str] = (),
+        turn_id: str | None = None,
+        form: AnswerForm = FREE,
+        priority: int = 0,
+        timeout_s: float = 0.0,
+        **fields: Unpack[TurnFields],
+    ) -> Samples:
+        """See AsyncSession.samples."""
+        samples = self._async.samples(
+            messages,
+            n,
+            images=images,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            turn_id=turn_id,
+            form=form,
+            priority=priority,
+            timeout_s=timeout_s,
+            **fields,
+        )
+        return Samples(self._loop, samples)
 
     def resume(self, turn_id: str | None = None, *, from_index: int = 0) -> Turn:
         """Streams a turn, running or finished, from any token on; without a name the latest one."""
@@ -205,6 +241,40 @@ class Session:
     def delete(self) -> None:
         """Forgets the conversation."""
         self._loop.run(self._async.delete())
+
+
+class Samples:
+    """AsyncSamples without await."""
+
+    def __init__(self, loop: _LoopThread, samples: AsyncSamples) -> None:
+        self._loop = loop
+        self._async = samples
+
+    @property
+    def turn_id(self) -> str:
+        """The name of the turn, in each of their sessions."""
+        return self._async.turn_id
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> SampleEvent:
+        try:
+            return self._loop.run(self._async.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """Closes the stream; the turns go on."""
+        self._loop.run(self._async.aclose())
+
+    def cancel(self) -> None:
+        """Ends all of them; each keeps the tokens that came."""
+        self._loop.run(self._async.cancel())
+
+    def collect(self) -> list[Answer]:
+        """Reads to the end; the answers in their order. Raises TurnFailed when one of them ended with an error."""
+        return self._loop.run(self._async.collect())
 
 
 class Turn:

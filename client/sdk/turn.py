@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc
 
@@ -20,6 +20,8 @@ from kvferry.client.sdk.retry import Outage, backoff_of
 from kvferry.client.sdk.tracker import TurnTracker
 from kvferry.client.sdk.wire import event_of
 from kvferry.proto.v1 import chat_pb2
+
+T = TypeVar("T")
 
 _EventCall = (
     grpc.aio.UnaryStreamCall[chat_pb2.GenerateRequest, chat_pb2.GenerateResponse]
@@ -35,11 +37,67 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     finished: Finished
+    session_id: str = ""
 
     @property
     def parsed(self) -> ParsedAnswer:
         """The answer in parts."""
         return self.finished.answer or ParsedAnswer(self.text)
+
+
+@dataclass(slots=True)
+class Collected:
+    """What has come of an answer."""
+
+    parts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def take(self, event: TurnEvent) -> None:
+        """The next one. Raises TurnFailed when the turn ended with an error."""
+        if isinstance(event, Token):
+            self.token_ids.append(event.token_id)
+            self.parts.append(event.text)
+        elif isinstance(event, Finished):
+            if event.reason is FinishReason.ERROR:
+                raise TurnFailed(event.error or "the turn failed", turn_code=event.error_code)
+            self.finished = event
+
+    def answer(self, session_id: str, turn_id: str) -> Answer:
+        """All of it, when the stream has ended."""
+        assert self.finished is not None, "a stream ends with Finished or raises"  # noqa: S101 - for mypy
+        text = "".join(self.parts) + self.finished.tail_text
+        return Answer(turn_id, text, tuple(self.token_ids), self.finished, session_id)
+
+
+async def outliving(
+    connection: Connection,
+    is_finished: Callable[[], bool],
+    one_connection: Callable[[], AsyncGenerator[T]],
+    lost: Callable[[ClientError], T],
+) -> AsyncGenerator[T]:
+    """Events over one connection after the other, until it is finished.
+
+    One outage after the other; one that follows news starts with the whole patience.
+    """
+    outage = Outage(connection.patience)
+    while not is_finished():
+        had_news = False
+        try:
+            async with aclosing(one_connection()) as events:
+                async for event in events:
+                    had_news = True
+                    yield event
+            continue
+        except ClientError as error:
+            if backoff_of(error) is False or connection.patience.total_s <= 0:
+                raise
+            failure = error
+        yield lost(failure)
+        if had_news:
+            outage = Outage(connection.patience)
+        else:
+            await asyncio.sleep(outage.delay_after(failure))
 
 
 class AsyncTurn:
@@ -104,40 +162,21 @@ class AsyncTurn:
 
     async def collect(self, on_event: Callable[[TurnEvent], None] | None = None) -> Answer:
         """Reads to the end. Raises TurnFailed when the turn ended with an error."""
-        parts: list[str] = []
-        token_ids: list[int] = []
+        collected = Collected()
         async for event in self:
             if on_event is not None:
                 on_event(event)
-            if isinstance(event, Token):
-                token_ids.append(event.token_id)
-                parts.append(event.text)
-            elif isinstance(event, Finished):
-                if event.reason is FinishReason.ERROR:
-                    raise TurnFailed(event.error or "the turn failed", turn_code=event.error_code)
-                return Answer(self.turn_id, "".join(parts) + event.tail_text, tuple(token_ids), event)
-        raise AssertionError("a stream ends with Finished or raises")
+            collected.take(event)
+        return collected.answer(self.session_id, self.turn_id)
 
     async def _follow(self) -> AsyncGenerator[TurnEvent]:
-        """One outage after the other; one that follows news starts with the whole patience."""
-        outage = Outage(self._connection.patience)
-        while not self._tracker.finished:
-            had_news = False
-            try:
-                async with aclosing(self._one_connection()) as events:
-                    async for event in events:
-                        had_news = True
-                        yield event
-                continue
-            except ClientError as error:
-                if backoff_of(error) is False or self._connection.patience.total_s <= 0:
-                    raise
-                failure = error
-            yield ConnectionLost(str(failure), self._tracker.next_index)
-            if had_news:
-                outage = Outage(self._connection.patience)
-            else:
-                await asyncio.sleep(outage.delay_after(failure))
+        def lost(failure: ClientError) -> ConnectionLost:
+            return ConnectionLost(str(failure), self._tracker.next_index)
+
+        whole = outliving(self._connection, lambda: self._tracker.finished, self._one_connection, lost)
+        async with aclosing(whole) as events:
+            async for event in events:
+                yield event
 
     async def _one_connection(self) -> AsyncGenerator[TurnEvent]:
         is_new = self._request is not None and not self._tracker.started

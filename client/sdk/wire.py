@@ -50,6 +50,7 @@ _FINISH_REASONS: Final = {
     common_pb2.FINISH_REASON_STOP_STRING: FinishReason.STOP_STRING,
     common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
     common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
 }
 _TURN_STATES: Final = {
     chat_pb2.TURN_STATE_WAITING: TurnState.WAITING,
@@ -173,6 +174,9 @@ def generate_request(
     max_tokens: int,
     stop: Sequence[str],
     form: AnswerForm = FREE,
+    priority: int = 0,
+    timeout_s: float = 0.0,
+    n_samples: int = 0,
 ) -> chat_pb2.GenerateRequest:
     """A turn's request; a plain text is one message of the user, with the images.
 
@@ -192,6 +196,9 @@ def generate_request(
         sampling=sampling_to_wire(sampling),
         max_tokens=max_tokens,
         stop=stop,
+        priority=priority,
+        timeout_seconds=timeout_s,
+        n_samples=n_samples,
         **form_to_wire(form),
     )
     check_size(request)

@@ -11,6 +11,7 @@ import pytest
 from cluster_kit import PATIENCE_S, Client, Cluster, all_of, code_of, eventually, ids_of
 from scripted_worker import Script
 
+from kvferry.client.sdk import AsyncClient, ConnectionLost, FinishReason, Token
 from kvferry.coordinator.samples import sample_session
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
@@ -155,6 +156,29 @@ async def test_there_is_room_for_all_samples_or_none_begins(new_cluster: Any) ->
     assert code_of(error.value) == "queue_full"
     assert (await client.get(session)).turns == []
     assert (await client.status()).n_sessions == 1
+
+
+async def test_the_sdk_reads_samples_through_a_restart(cluster: Cluster) -> None:
+    await cluster.worker("a", Script(token_seconds=0.03))
+    client = cluster.client()
+    await client.until_nodes(1)
+    async with AsyncClient(cluster.address) as sdk:
+        session = await sdk.create_session()
+        samples = session.samples("Say something.", N, max_tokens=16, seed=5, priority=3, turn_id="t")
+        got: dict[int, list[int]] = {number: [] for number in range(N)}
+        lost = 0
+        async for sampled in samples:
+            if isinstance(sampled.event, Token):
+                got[sampled.sample].append(sampled.event.token_id)
+            lost += isinstance(sampled.event, ConnectionLost)
+            if not lost and sum(map(len, got.values())) == 10:
+                await cluster.restart()
+        assert lost
+        again = await session.samples("Say something.", N, max_tokens=16, seed=5, priority=3, turn_id="t").collect()
+        assert [list(answer.token_ids) for answer in again] == list(got.values())
+        assert [answer.session_id for answer in again] == [sample_session(session.id, "t", n) for n in range(N)]
+        short = await session.generate("And on", max_tokens=2_000, timeout_s=0.3).collect()
+        assert short.finished.reason is FinishReason.DEADLINE
 
 
 async def test_too_many_samples_are_refused(cluster: Cluster) -> None:
