@@ -2,7 +2,7 @@
 
 The worker has no engine: it sends tokens as fast as it is told to. Worker, coordinator and client are three processes.
 
-    python -m kvferry.bench.coordinator [--streams 100] [--idle-sessions 500]
+    python -m kvferry.bench.coordinator [--streams 100] [--idle-sessions 500] [--soak-minutes 10]
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from kvferry.proto.v1 import (
 
 MODEL = "smollm2-135m"
 TOKEN_S = 0.02
+SOAK_GAP_US = 50_000
 
 
 class EchoWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -173,6 +174,29 @@ async def measure(coordinator: str, worker: str, pid: int, n_streams: int, n_idl
         )
 
 
+async def soak(coordinator: str, pid: int, n_streams: int, minutes: float) -> None:
+    """The coordinator's memory, minute by minute, while streams begin and end; each turn is a session of its own."""
+    process, n_tokens = psutil.Process(pid), 0
+    ends_at = time.monotonic() + 60 * minutes
+    async with grpc.aio.insecure_channel(coordinator, options=channel_options()) as channel:
+        chat = chat_pb2_grpc.ChatServiceStub(channel)
+
+        async def keep_asking() -> None:
+            nonlocal n_tokens
+            while time.monotonic() < ends_at:
+                created = await chat.CreateSession(chat_pb2.CreateSessionRequest())
+                stream = await through(chat, created.session.session_id, 300, SOAK_GAP_US)
+                _, _, n = await spans_of(stream, lambda m: int(m.event.HasField("token")))
+                n_tokens += n
+
+        asking = asyncio.gather(*(keep_asking() for _ in range(n_streams)))
+        for minute in range(int(minutes) + 1):
+            memory = process.memory_info().rss / 1e6
+            click.echo(f"minute {minute:2d}: {memory:6.1f} MB, {process.num_fds()} files, {n_tokens} tokens so far")
+            await asyncio.wait([asking], timeout=60)
+        await asking
+
+
 async def crowd(chat: Any, name: str, n_tokens: int) -> int:
     return (await spans_of(await through(chat, name, n_tokens, 0), lambda m: int(m.event.HasField("token"))))[2]
 
@@ -254,8 +278,9 @@ def wait_for(path: Path) -> None:
 @click.command()
 @click.option("--streams", default=100, show_default=True)
 @click.option("--idle-sessions", default=500, show_default=True)
+@click.option("--soak-minutes", default=0.0, show_default=True, help="Afterwards, keep the streams coming so long.")
 @click.option("--serve", nargs=2, hidden=True, type=str)
-def main(streams: int, idle_sessions: int, serve: tuple[str, str] | None) -> None:
+def main(streams: int, idle_sessions: int, soak_minutes: float, serve: tuple[str, str] | None) -> None:
     """Print the figures, each beside its peer."""
     if serve is not None:
         asyncio.run(serve_worker(serve[0], Path(serve[1])))
@@ -265,6 +290,8 @@ def main(streams: int, idle_sessions: int, serve: tuple[str, str] | None) -> Non
             f"a commit to this disk takes {commit_ms(Path(folder)):.2f} ms; a turn makes two before its first token"
         )
         asyncio.run(measure(coordinator, worker, pid, streams, idle_sessions))
+        if soak_minutes:
+            asyncio.run(soak(coordinator, pid, streams, soak_minutes))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 import grpc.aio
 import psutil
-from cluster_kit import all_of, code_of, ids_of, read_while_it_lasts, retry_after_ms
+import pytest
+from cluster_kit import Client, Processes, all_of, code_of, ids_of, read_while_it_lasts, retry_after_ms
 from scripted_worker import Script
 
 
@@ -49,3 +51,59 @@ async def test_two_turns_of_the_limit_asked_for_in_the_same_moment_are_not_both_
     sessions = [await client.new_session() for _ in range(6)]
     found = await asyncio.gather(*(read_while_it_lasts(client.generate(s, max_tokens=20)) for s in sessions))
     assert sum(error is None for _, error in found) == 1
+
+
+def p99(spans: list[float]) -> float:
+    return sorted(spans)[int(0.99 * (len(spans) - 1))]
+
+
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.slow)])
+async def test_25_a_crowd_that_keeps_coming_slows_nobody_who_was_let_in(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Eight may be answered at once and eighty ask, over and over; the same eight alone are the measure."""
+    monkeypatch.setenv("KVFERRY_COORDINATOR_MAX_OPEN_TURNS", "8")
+    coordinator, address = processes.coordinator("127.0.0.1:0", "--log-level", "error")
+    processes.worker("a", address, "--token-seconds", "0.03")
+    client = Client(address)
+    refused_s: list[float] = []
+
+    async def keep_asking(served_s: list[float], ends_at: float) -> None:
+        session = await client.new_session()
+        while time.monotonic() < ends_at:
+            began = time.monotonic()
+            events, error = await read_while_it_lasts(client.generate(session, "Hi", max_tokens=20))
+            took = time.monotonic() - began
+            if error is None:
+                assert len(ids_of(events)) == 20
+                served_s.append(took)
+            else:
+                assert (error.code(), code_of(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "queue_full")
+                assert retry_after_ms(error) > 0
+                refused_s.append(took)
+            await asyncio.sleep(0.5)
+
+    async def crowd(n: int) -> list[float]:
+        served_s: list[float] = []
+        ends_at = time.monotonic() + seconds
+        await asyncio.gather(*(keep_asking(served_s, ends_at) for _ in range(n)))
+        return served_s
+
+    try:
+        await client.until_nodes(1)
+        alone = await crowd(4)
+        assert not refused_s
+        rss = psutil.Process(coordinator.pid).memory_info().rss
+        beside = await crowd(80)
+        grown = psutil.Process(coordinator.pid).memory_info().rss - rss
+    finally:
+        await client.channel.close()
+    figures = (
+        f"{len(refused_s)} refused, p99 {p99(refused_s) * 1e3:.0f} ms; {len(beside)} served, p99 {p99(beside):.2f} s, "
+        f"{p99(alone):.2f} s for those who were alone; {grown / 2**20:.1f} MiB"
+    )
+    print(figures)
+    assert len(refused_s) > 5 * len(beside), figures
+    assert p99(refused_s) <= 0.1 + 0.2 * p99(alone), figures  # of which the machine's own delays have a share
+    assert p99(beside) <= 1.2 * p99(alone) + 0.1, figures
+    assert grown <= 50 * 2**20, figures

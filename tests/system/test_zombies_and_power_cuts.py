@@ -118,7 +118,7 @@ def test_16_a_power_cut_in_many_answers_keeps_every_session(rig: Tripped, n_sess
     seconds = [
         TurnRequest(f"Go on, {number:03d}.", 40, Sampling(temperature=0.8, seed=number)) for number in range(n_sessions)
     ]
-    with Client(cluster.address) as client:
+    with Client(cluster.address, patience_s=120) as client:
         sessions = [client.create_session() for _ in firsts]
         logs = [[hold_turn(session, turn)] for session, turn in zip(sessions, firsts, strict=True)]
         n_saved = [len(session.details().token_ids) - 1 for session in sessions]
