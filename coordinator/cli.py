@@ -24,7 +24,7 @@ def coordinator() -> None:
 )
 @click.option("--advertise", metavar="HOST[:PORT]", help="Where those reach this one, if not at --listen.")
 @click.option("--state", type=click.Path(path_type=Path), help="Its own folder, on a local disk.")
-@click.option("--store", metavar="PLACE", help="The shared snapshot folder, or s3://BUCKET/PREFIX; read only here.")
+@click.option("--store", metavar="PLACE", help="The shared snapshot folder, or s3://BUCKET/PREFIX.")
 @click.option("--store-key-file", type=click.Path(path_type=Path), help="The fleet's key, where the nodes have one.")
 @click.option("--store-encrypted", is_flag=True, default=None, help="The nodes encrypt snapshots with it.")
 @click.option("--lease", type=float, help="Seconds of silence after which a node has lost its turns. [default: 3]")

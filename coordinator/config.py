@@ -39,8 +39,9 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
     state: Annotated[Path | None, Field(validate_default=True)] = None
     # HOST[:PORT] at which the others that share the registry reach this one, if not at ``listen``.
     advertise: Annotated[str | None, Field(validate_default=True)] = None
-    # The shared snapshots, a folder or s3://BUCKET/PREFIX, read only; without them routing does not know what can be
-    # restored. The key is needed where the nodes have one.
+    # The shared snapshots, a folder or s3://BUCKET/PREFIX; without them routing does not know what can be restored. A
+    # coordinator that may only read there leaves the snapshots of deleted sessions to the nodes' eviction. The key is
+    # needed where the nodes have one.
     store: Annotated[str, Field(min_length=1)] | None = None
     store_key_file: Path | None = None
     store_encrypted: bool = False

@@ -14,6 +14,7 @@ FINISH_REASON: Final = {
     FinishReason.STOP_STRING: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.CANCELLED: "stop",
+    FinishReason.DEADLINE: "length",
 }
 
 Json = dict[str, Any]

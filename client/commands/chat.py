@@ -61,6 +61,8 @@ HELP_TEXT = (
 @click.option("--repetition-penalty", type=float, default=None, help="Above 1: repeat less.")
 @click.option("--seed", type=int, default=None, help="Same seed, same answer.")
 @click.option("--stop", multiple=True, help="End the answer before this text (may be repeated).")
+@click.option("--priority", type=click.IntRange(-100, 100), default=0, help="Higher goes first. [default: 0]")
+@click.option("--timeout", type=click.FloatRange(min=0), default=0.0, help="End each answer after so many seconds.")
 @click.option(
     "--patience",
     type=click.FloatRange(0, 86_400),
@@ -80,6 +82,8 @@ def chat(
     system: str | None,
     max_tokens: int,
     stop: tuple[str, ...],
+    priority: int,
+    timeout: float,
     patience: float,
     as_json: bool,
     tools_file: Path | None,
@@ -106,6 +110,8 @@ def chat(
             system=system,
             max_tokens=max_tokens,
             stop=stop,
+            priority=priority,
+            timeout_s=timeout,
             sampling=Sampling(**sampling),
             form=form,
             interactive=interactive,
@@ -134,6 +140,8 @@ class Conversation:
         system: str | None,
         max_tokens: int,
         stop: tuple[str, ...],
+        priority: int,
+        timeout_s: float,
         sampling: Sampling,
         form: AnswerForm,
         interactive: bool,
@@ -146,6 +154,8 @@ class Conversation:
         self._system = system
         self._max_tokens = max_tokens
         self._stop = stop
+        self._priority = priority
+        self._timeout_s = timeout_s
         self._sampling = sampling
         self._form = form
         self._calls: list[ToolCall] = []  # of the last answer, without a result yet
@@ -245,8 +255,9 @@ class Conversation:
     def _generate(self, session: Session, messages: list[Message]) -> Turn:
         form = self._form if self._is_new else replace(self._form, tools=())  # told once, with the first turn
         return session.generate(
-            messages, sampling=self._sampling, max_tokens=self._max_tokens, stop=self._stop, form=form
-        )
+            messages, sampling=self._sampling, max_tokens=self._max_tokens, stop=self._stop, form=form,
+            priority=self._priority, timeout_s=self._timeout_s,
+        )  # fmt: skip
 
     def _obey(self, line: str) -> bool:
         match line:

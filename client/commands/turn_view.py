@@ -26,6 +26,7 @@ _ENDINGS = {
     FinishReason.LENGTH: ", cut at the token limit",
     FinishReason.STOP_STRING: ", ended by a stop string",
     FinishReason.CANCELLED: ", stopped",
+    FinishReason.DEADLINE: ", out of time",
     FinishReason.ERROR: ", failed",
 }
 

@@ -282,6 +282,26 @@ async def test_a_fork_goes_on_from_the_turns_it_was_given(cluster: Cluster) -> N
     assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
 
 
+async def test_a_turn_is_asked_anew_and_edited_in_a_fork_from_before_it(cluster: Cluster) -> None:
+    worker = await cluster.worker("a")
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    await all_of(client.generate(session, "One"))
+    first = ids_of(await all_of(client.generate(session, "Two", seed=1)))
+    answers = []
+    for name, text, seed in (("again", "Two", 1), ("anew", "Two", 2), ("edited", "Three", 1)):
+        await client.stub.ForkSession(chat_pb2.ForkSessionRequest(session_id=session, new_session_id=name, n_turns=1))
+        events = await all_of(client.generate(name, text, seed=seed))
+        answers.append(ids_of(events))
+        placed = next(e.placed for e in events if e.HasField("placed"))
+        n_history = len(worker.requests[0].token_ids) + 8
+        assert next(c.n_resident for c in placed.candidates if c.chosen) >= n_history - 1  # its rows are shared
+    again, anew, edited = answers
+    assert again == first
+    assert first not in (anew, edited)
+
+
 async def test_deleting_a_session_ends_its_turn_and_tells_the_nodes(cluster: Cluster) -> None:
     worker = await cluster.worker("a", Script(token_seconds=0.01))
     client = cluster.client()
