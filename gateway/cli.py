@@ -15,7 +15,9 @@ def gateway() -> None:
 
 
 @gateway.command()
-@click.option("--coordinator", metavar="HOST:PORT", help="The coordinator.  [default: 127.0.0.1:7070]")
+@click.option(
+    "--coordinator", metavar="HOST:PORT[,...]", help="The coordinator, or several.  [default: 127.0.0.1:7070]"
+)
 @click.option("--listen", metavar="HOST:PORT", help="Where HTTP is served.  [default: 127.0.0.1:8080]")
 @click.option("--patience-seconds", type=float, help="For a coordinator that is away.  [default: 60]")
 @click.option("--allow-kill", is_flag=True, default=None, help="The dashboard may kill nodes started beside it.")

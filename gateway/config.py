@@ -17,7 +17,7 @@ class GatewayConfig(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="KVFERRY_GATEWAY_", frozen=True, extra="forbid", env_ignore_empty=True)
 
-    coordinator: str = Field(default="127.0.0.1:7070", description="HOST:PORT of the coordinator")
+    coordinator: str = Field(default="127.0.0.1:7070", description="HOST:PORT of the coordinator, or of several")
     listen: str = Field(default="127.0.0.1:8080", description="HOST:PORT to serve HTTP at; port 0 takes a free one")
     patience_seconds: float = Field(default=60.0, ge=0, le=3600, description="for a coordinator that is away")
     allow_kill: bool = Field(default=False, description="let the dashboard kill nodes of a local cluster")
@@ -26,7 +26,9 @@ class GatewayConfig(BaseSettings):
     @field_validator("coordinator", "listen")
     @classmethod
     def _is_address(cls, value: str, info: ValidationInfo) -> str:
-        parse_address(value, to_listen=info.field_name == "listen")
+        addresses = [value] if info.field_name == "listen" else value.split(",")
+        for address in addresses:
+            parse_address(address, to_listen=info.field_name == "listen")
         return value
 
     @classmethod

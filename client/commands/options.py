@@ -22,15 +22,15 @@ UNARY_PATIENCE_S = 2.0
 
 
 def coordinator_option(command: Command) -> Command:
-    """--coordinator HOST:PORT, else $KVFERRY_COORDINATOR."""
+    """--coordinator HOST:PORT or several, else $KVFERRY_COORDINATOR."""
     return click.option(
         "--coordinator",
         default=DEFAULT_ADDRESS,
         show_default=True,
         envvar="KVFERRY_COORDINATOR",
         show_envvar=True,
-        metavar="HOST:PORT",
-        help="Where the coordinator listens.",
+        metavar="HOST:PORT[,...]",
+        help="Where the coordinator listens, or several of them.",
     )(command)
 
 

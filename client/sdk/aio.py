@@ -45,7 +45,8 @@ def new_uuid() -> str:
 
 
 class AsyncClient:
-    """A connection to a coordinator; use it as `async with`, in one event loop.
+    """A connection to a coordinator, or to several that share a registry (`"a:7070,b:7070"`): when one fails, the next
+    is asked, and a stream goes on there. Use it as `async with`, in one event loop.
 
     Short calls and streams alike are asked again while the coordinator is away, for up to `patience_s` seconds per
     outage (0: every error is raised at once). `on_outage` hears of each outage of a short call when it begins; a turn
@@ -66,7 +67,7 @@ class AsyncClient:
 
     @property
     def address(self) -> str:
-        """host:port of the coordinator."""
+        """host:port of the coordinator, of several that which is asked."""
         return self._connection.address
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The one way to the coordinator: a channel, its stub, and short calls that are asked again."""
+"""The one way to the coordinators: a stub, and short calls that are asked again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import grpc
 from google.protobuf.message import Message
 
 from kvferry.client.errors import ClientError, map_rpc_error
-from kvferry.client.sdk.address import check_address
+from kvferry.client.sdk.coordinators import Coordinators
 from kvferry.client.sdk.retry import OnOutage, Outage, Patience
 from kvferry.client.sdk.wire import check_size
-from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import chat_pb2_grpc
 
 DEADLINE_S: Final = 10.0
@@ -25,27 +24,36 @@ Response = TypeVar("Response")
 class Connection:
     """Opened on first use, in the event loop that uses it; belongs to that loop."""
 
-    def __init__(self, address: str, patience: Patience, on_outage: OnOutage | None = None) -> None:
-        """Raises InvalidAddress."""
-        self.address = check_address(address)
+    def __init__(self, addresses: str, patience: Patience, on_outage: OnOutage | None = None) -> None:
+        """HOST:PORT, or several with commas between them, of which the next is asked when one fails.
+
+        Raises InvalidAddress.
+        """
         self.patience = patience
+        self._coordinators = Coordinators(addresses)
         self._on_outage = on_outage
-        self._channel: grpc.aio.Channel | None = None
         self._stub: chat_pb2_grpc.ChatServiceAsyncStub | None = None
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the coordinator that is asked."""
+        return self._coordinators.address
 
     @property
     def stub(self) -> chat_pb2_grpc.ChatServiceAsyncStub:
         """ChatService at the other end."""
         if self._stub is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=channel_options())
-            self._stub = chat_pb2_grpc.ChatServiceStub(self._channel)
+            self._stub = self._coordinators.stub()
         return self._stub
 
+    def failed(self) -> None:
+        """What was asked last failed: the next coordinator is asked from now on."""
+        self._coordinators.ask_another()
+
     async def aclose(self) -> None:
-        """Closes the channel and every call on it."""
-        if self._channel is not None:
-            await self._channel.close()
-        self._channel = self._stub = None
+        """Closes the channels and every call on them."""
+        await self._coordinators.aclose()
+        self._stub = None
 
     async def ask(self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request) -> Response:
         """Asks until it is answered or patience ends; for calls that may be repeated. Raises ClientError."""
@@ -74,6 +82,7 @@ class Connection:
             if outage.n_failures > 0 and done_already is not None and isinstance(error, done_already):
                 return None
             delay_s = outage.delay_after(error)
+            self.failed()
             if outage.n_failures == 1 and self._on_outage is not None:
                 self._on_outage(error, self.patience.total_s)
             await asyncio.sleep(delay_s)

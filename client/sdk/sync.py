@@ -89,7 +89,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """host:port of the coordinator."""
+        """host:port of the coordinator, of several that which is asked."""
         return self._async.address
 
     def __enter__(self) -> Self:

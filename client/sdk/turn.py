@@ -78,7 +78,8 @@ async def outliving(
 ) -> AsyncGenerator[T]:
     """Events over one connection after the other, until it is finished.
 
-    One outage after the other; one that follows news starts with the whole patience.
+    One outage after the other; one that follows news starts with the whole patience. Each goes to the next coordinator,
+    where there are several.
     """
     outage = Outage(connection.patience)
     while not is_finished():
@@ -94,6 +95,7 @@ async def outliving(
                 raise
             failure = error
         yield lost(failure)
+        connection.failed()
         if had_news:
             outage = Outage(connection.patience)
         else:
