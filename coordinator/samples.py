@@ -77,43 +77,31 @@ async def merged(streams: Sequence[Events]) -> AsyncGenerator[tuple[int, chat_pb
 
     Ends when all have ended. Raises what the first of them to fail raised. Closes them all.
     """
-    queue: asyncio.Queue[tuple[int, chat_pb2.TurnEvent | None]] = asyncio.Queue(1)
+    # None: the stream has ended.
+    queue: asyncio.Queue[tuple[int, chat_pb2.TurnEvent | Exception | None]] = asyncio.Queue(1)
 
     async def pump(number: int, stream: Events) -> None:
-        async with contextlib.aclosing(stream):
-            async for event in stream:
-                await queue.put((number, event))
-        await queue.put((number, None))
+        try:
+            async with contextlib.aclosing(stream):
+                async for event in stream:
+                    await queue.put((number, event))
+        except Exception as error:  # noqa: BLE001 - it is raised where the events are read
+            await queue.put((number, error))
+        else:
+            await queue.put((number, None))
 
-    async with contextlib.AsyncExitStack() as stack:
-        tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
-        stack.push_async_callback(_end_all, tasks)
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
         n_open = len(streams)
         while n_open:
-            number, event = await _next(queue, tasks)
-            if event is None:
+            number, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 n_open -= 1
             else:
-                yield number, event
-
-
-async def _next(
-    queue: asyncio.Queue[tuple[int, chat_pb2.TurnEvent | None]], tasks: Sequence[asyncio.Task[None]]
-) -> tuple[int, chat_pb2.TurnEvent | None]:
-    """What comes next, or what a pump failed with."""
-    getting = asyncio.create_task(queue.get())
-    try:
-        while not getting.done():
-            await asyncio.wait([getting, *(t for t in tasks if not t.done())], return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
-                    task.result()
-        return getting.result()
+                yield number, item
     finally:
-        getting.cancel()
-
-
-async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -128,18 +128,16 @@ async def test_whoever_asks_in_the_same_moment_goes_on_in_order() -> None:
     assert order == ["high", "old", "new", "low"] * 2
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
+async def test_what_cannot_be_is_refused(cluster: Cluster) -> None:
+    client = cluster.client()
+    session = await client.new_session()
+    for field, value, says in (
         ("priority", 101, r"priority is 101: give a whole number in \[-100, 100\]"),
         ("priority", -101, "priority is -101"),
         ("timeout_seconds", -1.0, "timeout_seconds is -1: give 0, for none, to"),
         ("timeout_seconds", float("nan"), "timeout_seconds is nan"),
         ("timeout_seconds", float("inf"), "timeout_seconds is inf"),
-    ],
-)
-async def test_what_cannot_be_is_refused(cluster: Cluster, field: str, value: float, says: str) -> None:
-    client = cluster.client()
-    with pytest.raises(grpc.aio.AioRpcError, match=says) as error:
-        await all_of(client.generate(await client.new_session(), **{field: value}))
-    assert code_of(error.value) == "invalid_request"
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=says) as error:
+            await all_of(client.generate(session, **{field: value}))
+        assert code_of(error.value) == "invalid_request"

@@ -133,41 +133,41 @@ def first(session: chat_pb2.ExportedSession) -> chat_pb2.ExportedTurn:
     return session.turns[0]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (lambda s: first(s).prompt_ids.append(10**9), "a token lies outside the vocabulary"),
-        (lambda s: first(s).answer_ids.append(-1), "a token lies outside the vocabulary"),
-        (lambda s: first(s).ClearField("prompt_ids"), "its prompt has no tokens"),
-        (lambda s: first(s).ClearField("messages"), "the prompt is empty"),
-        (lambda s: setattr(first(s).messages[0], "role", "king"), "the role 'king'"),
-        (lambda s: setattr(first(s), "finish_reason", 5), "its finish reason is 5"),
-        (lambda s: setattr(first(s), "finish_reason", 77), "its finish reason is 77"),
-        (lambda s: setattr(first(s), "max_tokens", 1), "was allowed 1"),
-        (lambda s: setattr(first(s), "turn_id", "../etc"), "turn_id is '../etc'"),
-        (lambda s: setattr(first(s), "turn_id", "t2"), "two turns of the session have one id"),
-        (lambda s: first(s).stop.append(""), "stop string 2 has 0 characters"),
-        (lambda s: setattr(first(s).sampling, "temperature", float("nan")), "temperature is nan"),
-        (lambda s: first(s).tools.append(chat_pb2.Tool(name="a b")), "has the name 'a b'"),
-        (lambda s: first(s).logprobs.add(index=99), "log-probabilities"),
-        (lambda s: first(s).pictures.add(n_tokens=1), "it has images, and the model takes none"),
-        (lambda s: first(s).messages[0].images.add(data=b"x"), "images"),
-        (lambda s: setattr(s.turns[1].messages[0], "role", "system"), "the last message has the role system"),
-        (lambda s: first(s).prompt_ids.extend([5] * 9_000), "more than 8192 tokens"),
-        (lambda s: s.pixels.append(b"no picture"), "an image of the session cannot be read"),
-        (lambda s: setattr(s, "tenant", "a/b"), "tenant is 'a/b'"),
-    ],
-)
-async def test_what_no_cluster_exported_is_refused_and_leaves_nothing(
-    clusters: list[Cluster], spoil: Callable[[chat_pb2.ExportedSession], Any], says: str
-) -> None:
+SPOILT: list[tuple[Callable[[chat_pb2.ExportedSession], Any], str]] = [
+    (lambda s: first(s).prompt_ids.append(10**9), "a token lies outside the vocabulary"),
+    (lambda s: first(s).answer_ids.append(-1), "a token lies outside the vocabulary"),
+    (lambda s: first(s).ClearField("prompt_ids"), "its prompt has no tokens"),
+    (lambda s: first(s).ClearField("messages"), "the prompt is empty"),
+    (lambda s: setattr(first(s).messages[0], "role", "king"), "the role 'king'"),
+    (lambda s: setattr(first(s), "finish_reason", 5), "its finish reason is 5"),
+    (lambda s: setattr(first(s), "finish_reason", 77), "its finish reason is 77"),
+    (lambda s: setattr(first(s), "max_tokens", 1), "was allowed 1"),
+    (lambda s: setattr(first(s), "turn_id", "../etc"), "turn_id is '../etc'"),
+    (lambda s: setattr(first(s), "turn_id", "t2"), "two turns of the session have one id"),
+    (lambda s: first(s).stop.append(""), "stop string 2 has 0 characters"),
+    (lambda s: setattr(first(s).sampling, "temperature", float("nan")), "temperature is nan"),
+    (lambda s: first(s).tools.append(chat_pb2.Tool(name="a b")), "has the name 'a b'"),
+    (lambda s: first(s).logprobs.add(index=99), "log-probabilities"),
+    (lambda s: first(s).pictures.add(n_tokens=1), "it has images, and the model takes none"),
+    (lambda s: first(s).messages[0].images.add(data=b"x"), "images"),
+    (lambda s: setattr(s.turns[1].messages[0], "role", "system"), "the last message has the role system"),
+    (lambda s: first(s).prompt_ids.extend([5] * 9_000), "more than 8192 tokens"),
+    (lambda s: s.pixels.append(b"no picture"), "an image of the session cannot be read"),
+    (lambda s: setattr(s, "tenant", "a/b"), "tenant is 'a/b'"),
+]
+
+
+async def test_what_no_cluster_exported_is_refused_and_leaves_nothing(clusters: list[Cluster]) -> None:
     here, there = (cluster.client() for cluster in clusters)
-    carried = await export(here, await talked(here))
-    spoil(carried)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await import_(there, carried)
-    assert says in str(error.value.details())
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    whole = await export(here, await talked(here))
+    for spoil, says in SPOILT:
+        carried = chat_pb2.ExportedSession()
+        carried.CopyFrom(whole)
+        spoil(carried)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await import_(there, carried)
+        assert says in str(error.value.details())
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT, says
     assert (await there.status()).n_sessions == 0
 
 
