@@ -7,7 +7,7 @@ outlives a process. The contract's tests run over it as over the others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from typing import Self
 
 from kvferry.coordinator.errors import (
@@ -183,13 +183,13 @@ class MemoryRegistry:
             )
         return turns[-1]
 
-    async def open_turns(self) -> list[TurnRecord]:
+    async def open_turns(self, known: Container[tuple[str, str]] = ()) -> list[TurnRecord]:
         self._check_open()
         found = [
             t
             for turns in self._ledger.turns.values()
             for t in turns
-            if t.outcome is None and not self._is_elsewhere(t.session_id)
+            if t.outcome is None and not self._is_elsewhere(t.session_id) and (t.session_id, t.turn_id) not in known
         ]
         return sorted(found, key=lambda t: (t.created_at_ms, t.session_id))
 

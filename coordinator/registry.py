@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -270,8 +270,11 @@ class Registry(Protocol):
     async def get_turn(self, session_id: str, turn_id: str) -> TurnRecord:
         """The turn, or the latest one for an empty ``turn_id``. Raises UnknownSession, UnknownTurn."""
 
-    async def open_turns(self) -> list[TurnRecord]:
-        """What a restarted coordinator has to go on with: those that no other one has."""
+    async def open_turns(self, known: Container[tuple[str, str]] = ()) -> list[TurnRecord]:
+        """What a restarted coordinator has to go on with: those that no other one has.
+
+        ``known``: session_id and turn_id of those to leave out.
+        """
 
     async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
         """``pixels``: PNG files of the turn's pictures by content hash, kept once for all sessions that use them.

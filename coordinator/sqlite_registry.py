@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -197,9 +197,13 @@ class SqliteRegistry:
     async def get_turn(self, session_id: str, turn_id: str) -> TurnRecord:
         return await self._read(lambda db: select_turn(db, session_id, turn_id))
 
-    async def open_turns(self) -> list[TurnRecord]:
+    async def open_turns(self, known: Container[tuple[str, str]] = ()) -> list[TurnRecord]:
         query = "SELECT * FROM turns WHERE reason IS NULL ORDER BY created_at_ms, session_id"
-        return await self._read(lambda db: [turn_of(row) for row in db.execute(query)])
+
+        def select(db: sqlite3.Connection) -> list[TurnRecord]:
+            return [turn_of(row) for row in db.execute(query) if (row["session_id"], row["turn_id"]) not in known]
+
+        return await self._read(select)
 
     async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
         def begin(db: sqlite3.Connection) -> None:

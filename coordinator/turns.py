@@ -83,10 +83,8 @@ class Turns:
     async def recover(self) -> int:
         """Take up every open turn that no coordinator has; returns how many."""
         n_resumed = 0
-        for record in await self._around.registry.open_turns():
+        for record in await self._around.registry.open_turns(known=self._runners):
             key = (record.session_id, record.turn_id)
-            if key in self._runners:
-                continue
             try:
                 session, _ = await self._own_session(record.session_id)
                 n_resumed += await self._adopt(key) is not None

@@ -34,8 +34,8 @@ RETRY_SECONDS: Final = (0.1, 0.2, 0.5, 1.0)
 
 DEREGISTER_TIMEOUT_SECONDS: Final = 1.0
 
-IDLE_SECONDS: Final = 0.2
-"""Between looks at leases when none is held."""
+LOOK_SECONDS: Final = 0.2
+"""Between looks at leases, at most."""
 
 AWAY: Final = "is not there, trying on: "
 
@@ -85,8 +85,8 @@ class Memberships:
             if lost:
                 log.warning("a lease ended: %d turns of that coordinator are stopped", len(lost))
             ends_at = fence.next_lease_end(now)
-            # a renewal only moves the end away
-            await asyncio.sleep(IDLE_SECONDS if ends_at is None else ends_at - now)
+            # another lease, given meanwhile, may end before this one
+            await asyncio.sleep(LOOK_SECONDS if ends_at is None else min(LOOK_SECONDS, ends_at - now))
 
 
 class Membership:

@@ -50,6 +50,10 @@ class CoordinatorLease:
         ]
         await self._etcd.commit([], [self._own_key(), *map(delete, gone)])
 
+    async def living(self) -> set[str]:
+        """The instances of all coordinators whose lease lasts."""
+        return {last_part(kv.key) for kv in await self._etcd.all_in(self._keys.coordinators)}
+
     async def has_duty(self) -> bool:
         """Whether this coordinator does the housekeeping; it stands for election when nobody does."""
         (found,), _ = await self._etcd.snapshot((self._keys.duty, b""))

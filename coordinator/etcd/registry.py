@@ -11,7 +11,7 @@ it first. A coordinator that lost a turn learns it when it next writes: ``TurnEl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, Generic, Self, TypeVar
 from uuid import uuid4
 
@@ -252,13 +252,15 @@ class EtcdRegistry:
     async def get_turn(self, session_id: str, turn_id: str) -> TurnRecord:
         return await self._sessions.named(session_id, turn_id)
 
-    async def open_turns(self) -> list[TurnRecord]:
+    async def open_turns(self, known: Container[tuple[str, str]] = ()) -> list[TurnRecord]:
+        others = await self._lease.living() - {self.instance_id}
         found: list[TurnRecord] = []
         for session_id, open_turn in (await self._sessions.all_open()).items():
+            if open_turn.owner in others or (session_id, open_turn.turn_id) in known:
+                continue
             try:
-                await self._conditions_of_owning(session_id, open_turn)
                 record = await self._sessions.named(session_id, open_turn.turn_id)
-            except (TurnElsewhere, UnknownSession, UnknownTurn):  # in other hands, or gone since it was listed
+            except (UnknownSession, UnknownTurn):  # gone since it was listed
                 continue
             if record.outcome is None:
                 found.append(record)

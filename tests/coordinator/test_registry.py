@@ -265,6 +265,7 @@ async def test_an_open_turn_is_kept_whole(registry: Registry, open_registry: Ope
     await registry.begin_turn(turn())
     registry = await open_registry()
     assert plain((await registry.open_turns())[0]) == plain(turn())
+    assert await registry.open_turns(known={("s", "t1")}) == []
     assert plain(await registry.get_turn("s", "t1")) == plain(turn())
     assert (await registry.get_session("s")).open_turn_id == "t1"
     assert (await registry.session_tokens("s")).tolist() == []

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +12,7 @@ from hypothesis import strategies as st
 from kvferry.node import fencing
 from kvferry.node.errors import Draining, LeaseLost, StaleCoordinator, StaleEpoch
 from kvferry.node.fencing import Fence
+from kvferry.node.membership import Memberships
 
 
 @given(epochs=st.lists(st.integers(0, 5), min_size=1))
@@ -78,3 +84,22 @@ def test_each_coordinator_has_a_lease_of_its_own_and_a_stranger_lasts_as_long_as
     fence.forget_lease("a")  # a new instance serves there
     fence.renew_lease(asked_at=16.0, lease_seconds=3.0, coordinator="a2")
     assert not fence.lease_lost(17.0, "a")
+
+
+async def test_only_the_turns_of_a_coordinator_that_is_not_heard_are_stopped() -> None:
+    fence, stopped = Fence(), []
+    turns = [SimpleNamespace(run_id=number, coordinator=name) for number, name in enumerate(("a", "b", "", "a"))]
+    engine = SimpleNamespace(send=stopped.append)
+    state: Any = SimpleNamespace(
+        config=SimpleNamespace(coordinators=()), fence=fence, running_turns=lambda: turns,
+        ready=lambda: SimpleNamespace(engine=engine),
+    )  # fmt: skip
+    fence.renew_lease(time.monotonic(), 0.05, "a")
+    fence.renew_lease(time.monotonic(), 60.0, "b")
+    watching = asyncio.create_task(Memberships(state, "host:1")._watch_leases())
+    async with asyncio.timeout(20):
+        while len(stopped) < 2:  # noqa: ASYNC110 - the watcher knows nothing of the test
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    assert {command.run_id for command in stopped} == {0, 3}
+    assert all(isinstance(command.error, LeaseLost) for command in stopped)
