@@ -14,3 +14,9 @@ async def coordinator() -> AsyncIterator[ScriptedCoordinator]:
     await scripted.start()
     yield scripted
     await scripted.stop()
+
+
+@pytest.fixture
+def env(coordinator: ScriptedCoordinator) -> dict[str, str]:
+    """Of a command that is to reach it."""
+    return {"KVFERRY_COORDINATOR": f"127.0.0.1:{coordinator.port}"}

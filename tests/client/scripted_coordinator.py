@@ -170,6 +170,21 @@ class ScriptedCoordinator(chat_pb2_grpc.ChatServiceServicer):
         token_ids = self.token_ids.get(request.session_id, [1, 2, 3])
         return chat_pb2.GetSessionResponse(session=session, turns=[turn], token_ids=token_ids)
 
+    async def ExportSession(self, request, context):
+        await self._short_call(request, context)
+        turn = chat_pb2.ExportedTurn(turn_id=TURN, prompt_ids=[1, 2], answer_ids=[3])
+        session = chat_pb2.ExportedSession(session_id=request.session_id, model="m", turns=[turn])
+        return chat_pb2.ExportSessionResponse(session=session)
+
+    async def ImportSession(self, request, context):
+        await self._short_call(request, context)
+        made = chat_pb2.Session(session_id=request.session_id or request.session.session_id)
+        return chat_pb2.ImportSessionResponse(session=made)
+
+    async def ListModels(self, request, context):
+        await self._short_call(request, context)
+        return chat_pb2.ListModelsResponse(models=[chat_pb2.ModelInfo(name="m", fingerprints=["b" * 32])])
+
     async def ListSessions(self, request, context):
         """Pages of two, whatever was asked for."""
         await self._short_call(request, context)

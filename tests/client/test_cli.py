@@ -13,7 +13,7 @@ import pytest
 from kvferry.client.cli import SHORT_HELP
 from kvferry.proto.v1 import chat_pb2
 
-from .scripted_coordinator import Refuse, ScriptedCoordinator, finished, node_lost, parts, placed, started, tokens
+from .scripted_coordinator import Refuse, finished, node_lost, parts, placed, started, tokens
 
 
 async def kvferry(
@@ -33,11 +33,6 @@ async def kvferry(
     out, err = await asyncio.wait_for(process.communicate(stdin.encode() if isinstance(stdin, str) else stdin), 30)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
-
-
-@pytest.fixture
-def env(coordinator: ScriptedCoordinator) -> dict[str, str]:
-    return {"KVFERRY_COORDINATOR": f"127.0.0.1:{coordinator.port}"}
 
 
 async def test_help_lists_all_commands_without_importing_a_room():

@@ -1,0 +1,78 @@
+"""`kvferry sessions export` and `import` as a person types them, and chat's words about models, priority and time."""
+
+from __future__ import annotations
+
+import json
+
+from kvferry.client.session_file import write_session_file
+from kvferry.proto.v1 import chat_pb2
+
+from .scripted_coordinator import finished, started
+from .test_cli import kvferry
+
+
+async def test_a_session_goes_through_a_file(coordinator, env, tmp_path):
+    file = tmp_path / "s.kvs"
+    code, out, err = await kvferry("sessions", "export", "mine", str(file), **env)
+    assert (code, out) == (0, f"{file}: session mine, 3 tokens, 0 files of rows\n"), err
+    code, out, err = await kvferry("sessions", "import", str(file), "--name", "yours", **env)
+    assert (code, out, err) == (0, "yours\n", "")
+    imported = coordinator.calls[-1]
+    assert (imported.session_id, imported.session.session_id) == ("yours", "mine")
+    assert list(imported.session.turns[0].prompt_ids) == [1, 2]
+
+
+async def test_rows_of_another_fingerprint_are_left_out_with_a_word(coordinator, env, tmp_path):
+    rows = []
+    for letter in "ab":
+        folder = tmp_path / "from" / (letter * 32)
+        folder.mkdir(parents=True)
+        rows.append(folder / f"kv3_{letter * 32}.kv")
+        rows[-1].write_bytes(letter.encode() * 100)
+    write_session_file(tmp_path / "s.kvs", chat_pb2.ExportedSession(session_id="s").SerializeToString(), rows)
+    store = tmp_path / "to"
+    code, out, err = await kvferry(
+        "sessions", "import", str(tmp_path / "s.kvs"), "--store", str(store), "--json", **env
+    )
+    assert code == 0, err
+    assert json.loads(out) == {
+        "session_id": "s", "n_row_files": 1, "rows_refused": f"no node here has the fingerprint {'a' * 32}",
+    }  # fmt: skip
+    assert [p.relative_to(store) for p in store.rglob("*.kv")] == [rows[1].relative_to(tmp_path / "from")]
+    code, _, err = await kvferry("sessions", "import", str(tmp_path / "s.kvs"), **env)
+    assert (code, err) == (0, "rows are not imported: no --store is given; they are computed anew\n")
+
+
+async def test_names_in_a_file_lead_nowhere_else(coordinator, env, tmp_path):
+    folder = tmp_path / ("b" * 32)
+    folder.mkdir()
+    for name in ("evil.sh", "kv3_.kv"):
+        (folder / name).write_bytes(b"x")
+        session = chat_pb2.ExportedSession(session_id="s").SerializeToString()
+        write_session_file(tmp_path / "s.kvs", session, [folder / name])
+        code, _, err = await kvferry(
+            "sessions", "import", str(tmp_path / "s.kvs"), "--store", str(tmp_path / "to"), **env
+        )  # fmt: skip
+        assert code != 0
+        assert "error: the snapshot is refused (bad_name)" in err
+    assert not (tmp_path / "to").exists()
+
+
+async def test_what_is_no_session_is_one_sentence(coordinator, env, tmp_path):
+    (tmp_path / "s.kvs").write_bytes(b"a photograph")
+    code, _, err = await kvferry("sessions", "import", str(tmp_path / "s.kvs"), **env)
+    assert (code, err) == (1, f"error: {tmp_path / 's.kvs'} is no session that was exported.\n")
+    code, _, err = await kvferry("sessions", "export", "mine", str(tmp_path / "no" / "s.kvs"), **env)
+    assert (code, "cannot be written: no such file or directory" in err) == (1, True)
+    code, _, err = await kvferry("sessions", "export", "mine", str(tmp_path / "s.kvs"), "--rows", **env)
+    assert (code, "--rows needs --store" in err) == (2, True)
+
+
+async def test_chat_names_a_model_and_gives_a_turn_its_terms(coordinator, env):
+    coordinator.echo_turn_id = True
+    coordinator.scripts = [[started(), finished(0)]]
+    code, _, err = await kvferry("chat", "--model", "other", "--priority", "-5", "--timeout", "30", "-m", "hi", **env)
+    assert code == 0, err
+    created = next(c for c in coordinator.calls if isinstance(c, chat_pb2.CreateSessionRequest))
+    asked = next(c for c in coordinator.calls if isinstance(c, chat_pb2.GenerateRequest))
+    assert (created.model, asked.priority, asked.timeout_seconds) == ("other", -5, 30.0)
