@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -33,8 +33,8 @@ class Unreachable(Exception):
     """A call got no answer."""
 
 
-Call = Callable[[str, str, object], Awaitable[object]]
-"""(node id, method, request) → the coordinator's answer. Raises Unreachable."""
+Call = Callable[[str, str, str, object], Awaitable[object]]
+"""(node id, coordinator, method, request) → the coordinator's answer. Raises Unreachable."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,8 +58,9 @@ class Board:
     """One boot of one node."""
 
     def __init__(
-        self, node_id: str, boot: int, speed: Speed, network: Network, store: SimulatedStore, call: Call
-    ) -> None:
+        self, node_id: str, boot: int, speed: Speed, network: Network, store: SimulatedStore, call: Call,
+        coordinators: Sequence[str],
+    ) -> None:  # fmt: skip
         self.node_id, self.boot_id = node_id, f"{node_id}-{boot}"
         self.address = f"{node_id}:{boot}"
         self.is_dead = False
@@ -77,8 +78,8 @@ class Board:
         self._slots = asyncio.Semaphore(MAX_RUNNING)
         self._published: list[worker_pb2.SnapshotInfo] = []
         self._hung_since_s: float | None = None
-        self._lease_s = 3.0
-        self._tasks = [self._spawn(self._membership()), self._spawn(self._watch_lease())]
+        self._coordinators = coordinators
+        self._tasks = [self._spawn(self._watch_leases()), *(self._spawn(self._membership(n)) for n in coordinators)]
 
     # What happens to a board.
 
@@ -120,10 +121,10 @@ class Board:
         await self._work(0.05)
         for token_ids in list(self.resident.values()):
             await self._save(token_ids)
-        with contextlib.suppress(Unreachable):
-            await self._call(
-                self.node_id, "Deregister", fleet_pb2.DeregisterRequest(node_id=self.node_id, boot_id=self.boot_id)
-            )
+        good_bye = fleet_pb2.DeregisterRequest(node_id=self.node_id, boot_id=self.boot_id)
+        for coordinator in self._coordinators:
+            with contextlib.suppress(Unreachable):
+                await self._call(self.node_id, coordinator, "Deregister", good_bye)
         self.kill(kernel_lives=True)
 
     # What a coordinator asks.
@@ -146,7 +147,10 @@ class Board:
     async def _admit(self, request: worker_pb2.RunTurnRequest, stream: Stream) -> None:
         await self._work(0.0)
         try:
-            self._fence.admit(request.session_id, request.epoch, request.coordinator_generation, self._now())
+            self._fence.admit(
+                request.session_id, request.epoch, request.coordinator_generation, self._now(),
+                request.coordinator_instance,
+            )  # fmt: skip
             if len(self.runs) >= MAX_RUNNING + MAX_QUEUED:
                 raise QueueFull("the queue is full")
         except NodeError as e:
@@ -246,38 +250,47 @@ class Board:
 
     # Membership.
 
-    async def _membership(self) -> None:
-        registered, pause_s = False, 0.0
+    async def _membership(self, coordinator: str) -> None:
+        """In one coordinator's fleet, as ``node.membership`` does it."""
+        instance, lease_s, pause_s, n_told = "", 0.0, 0.0, 0
+        is_member = False
         while True:
             await asyncio.sleep(pause_s)
             await self._awake.wait()
             asked_s = self._now()
             try:
-                if registered:
-                    registered = await self._beat()
-                    pause_s = self._lease_s / 6
+                if is_member:
+                    n_published = len(self._published)
+                    answer = await self._beat(coordinator, n_told)
+                    is_member = not answer.register_again
+                    n_told = n_published
+                    pause_s = lease_s / 6
                 else:
-                    answer = await self._call(self.node_id, "Register", self._registration())
-                    assert isinstance(answer, fleet_pb2.RegisterResponse)  # noqa: S101
-                    self._fence.see_generation(answer.coordinator_generation)
-                    self._lease_s = answer.lease_seconds
-                    registered, pause_s = True, answer.heartbeat_seconds
+                    terms = await self._register(coordinator)
+                    if terms.coordinator_instance != instance:
+                        self._fence.forget_lease(instance)
+                        instance, n_told = terms.coordinator_instance, 0
+                    is_member, lease_s, pause_s = True, terms.lease_seconds, terms.heartbeat_seconds
             except (Unreachable, StaleCoordinator):
                 pause_s = RETRY_S
                 continue
             await self._awake.wait()  # a board that froze while it waited reads the answer when it thaws
-            self._fence.renew_lease(asked_s, self._lease_s)
+            self._fence.renew_lease(asked_s, lease_s, instance)
 
-    async def _beat(self) -> bool:
-        published = list(self._published)
-        answer = await self._call(self.node_id, "Heartbeat", fleet_pb2.HeartbeatRequest(
+    async def _register(self, coordinator: str) -> fleet_pb2.RegisterResponse:
+        answer = await self._call(self.node_id, coordinator, "Register", self._registration())
+        assert isinstance(answer, fleet_pb2.RegisterResponse)  # noqa: S101
+        self._fence.see_generation(answer.coordinator_generation)
+        return answer
+
+    async def _beat(self, coordinator: str, n_told: int) -> fleet_pb2.HeartbeatResponse:
+        answer = await self._call(self.node_id, coordinator, "Heartbeat", fleet_pb2.HeartbeatRequest(
             node_id=self.node_id, boot_id=self.boot_id, load=self._load(), resident=self._residents(),
-            published=published, draining=self._fence.draining,
+            published=self._published[n_told:], draining=self._fence.draining,
         ))  # fmt: skip
         assert isinstance(answer, fleet_pb2.HeartbeatResponse)  # noqa: S101
         self._fence.see_generation(answer.coordinator_generation)
-        del self._published[: len(published)]
-        return not answer.register_again
+        return answer
 
     def _registration(self) -> fleet_pb2.RegisterRequest:
         return fleet_pb2.RegisterRequest(
@@ -297,14 +310,15 @@ class Board:
     def _residents(self) -> list[worker_pb2.ResidentSession]:
         return [worker_pb2.ResidentSession(session_id=s, n_tokens=len(ids)) for s, ids in self.resident.items()]
 
-    async def _watch_lease(self) -> None:
+    async def _watch_leases(self) -> None:
         while True:
             await self._awake.wait()
-            ends_s, now_s = self._fence.lease_ends_at, self._now()
-            if ends_s is not None and now_s >= ends_s:
-                for run in list(self.runs):
+            now_s = self._now()
+            for run in list(self.runs):
+                if self._fence.lease_lost(now_s, run.request.coordinator_instance):
                     self._end(run, LeaseLost("this node has not heard its coordinator for a whole lease"))
-            await asyncio.sleep(0.5 if ends_s is None or ends_s <= now_s else ends_s - now_s)
+            ends_s = self._fence.next_lease_end(now_s)
+            await asyncio.sleep(0.5 if ends_s is None else ends_s - now_s)
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]

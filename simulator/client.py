@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from kvferry.coordinator.errors import CoordinatorError, SessionExists
+from kvferry.coordinator.errors import CoordinatorError, SessionExists, TurnElsewhere
 from kvferry.coordinator.registry import FinishReason, Message, SessionRecord
 from kvferry.coordinator.requests import SAMPLING_DEFAULTS, TurnRequest
 from kvferry.proto.v1 import chat_pb2, common_pb2
@@ -25,7 +25,7 @@ class SimulatedClient:
 
     def __init__(
         self, name: str, rng: random.Random, history: History, sometimes: Counter[str],
-        coordinator: Callable[[], SimulatedCoordinator | None],
+        coordinator: Callable[[str], SimulatedCoordinator | None],
     ) -> None:  # fmt: skip
         self._name, self._rng, self._history, self._sometimes = name, rng, history, sometimes
         self._coordinator = coordinator
@@ -79,11 +79,13 @@ class SimulatedClient:
         next_index = from_index or 0
         n_lost = 0
         hurries = self._rng.random() < 0.1  # cancels in the middle
+        asks = ""  # whoever is there
         while True:
             reader = len(self._history.began_at)
             self._history.began_at[reader] = next_index
             leaves_after = self._rng.choice([10**6, 10**6, self._rng.randrange(1, 20)])
-            coordinator = await self._connected()
+            coordinator = await self._connected(asks)
+            asks = ""
             try:
                 async with contextlib.aclosing(coordinator.turns.events(key, next_index)) as events:
                     async for event in events:
@@ -100,6 +102,10 @@ class SimulatedClient:
                         if hurries and next_index > request.max_tokens // 2:
                             hurries = False
                             await coordinator.turns.cancel(*key)
+            except TurnElsewhere as e:  # where the service would read it for us
+                self._sometimes["read through another coordinator"] += 1
+                asks = e.address
+                await asyncio.sleep(RETRY_S)
             except CoordinatorError as e:
                 if e.code == "index_out_of_range" and from_index:
                     return  # the answer was shorter
@@ -108,10 +114,12 @@ class SimulatedClient:
                 self._history.violations.append(f"{self._name}: a reader met a bug, {e!r}")
                 raise
 
-    async def _connected(self) -> SimulatedCoordinator:
-        while (coordinator := self._coordinator()) is None:  # noqa: ASYNC110 - as a program does that tries again
+    async def _connected(self, name: str = "") -> SimulatedCoordinator:
+        while True:  # as a program does that tries again
+            if (coordinator := self._coordinator(name)) is not None:
+                return coordinator
             await asyncio.sleep(RETRY_S)
-        return coordinator
+            name = ""
 
     def _see(self, reader: int, event: chat_pb2.TurnEvent) -> None:
         self._history.tokens.append(

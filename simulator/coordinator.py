@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
@@ -24,7 +25,7 @@ from kvferry.simulator.store import SimulatedStore, StoreView
 from kvferry.simulator.streams import Stream
 from kvferry.simulator.text import SimulatedText
 
-NAME: Final = "coordinator"
+NAMES: Final = ("coordinator", "coordinator-2")
 LEASE_S: Final = 3.0
 STALL_S: Final = 6.0
 REFRESH_S: Final = 30.0
@@ -43,8 +44,10 @@ def no_grammar(grammar: str) -> None:
 class SimulatedTransport:
     """``coordinator.transport.WorkerTransport`` over the simulated network."""
 
-    def __init__(self, network: Network, board_at: Callable[[str], Board | None], reorders: Callable[[], bool]) -> None:
-        self._network, self._board_at, self._reorders = network, board_at, reorders
+    def __init__(
+        self, name: str, network: Network, board_at: Callable[[str], Board | None], reorders: Callable[[], bool]
+    ) -> None:
+        self._name, self._network, self._board_at, self._reorders = name, network, board_at, reorders
         self.n_dropped_of: Callable[[worker_pb2.RunTurnRequest], int] = lambda _: 0
 
     async def run_turn(
@@ -52,8 +55,8 @@ class SimulatedTransport:
     ) -> AsyncGenerator[worker_pb2.RunTurnResponse, None]:
         del timeout_seconds  # simulated clients have all the time there is
         board = await self._connect(address)
-        stream = Stream(self._network, board.node_id, NAME, self._reorders)
-        self._network.later(NAME, board.node_id, lambda: board.accept(request, stream))
+        stream = Stream(self._network, board.node_id, self._name, self._reorders)
+        self._network.later(self._name, board.node_id, lambda: board.accept(request, stream))
         try:
             while (item := await stream.receive()) is not None:
                 if isinstance(item, PlacementLost):
@@ -63,14 +66,14 @@ class SimulatedTransport:
                     self._network.sometimes["duplicate dropped"] += 1
         finally:
             stream.is_closed = True
-            self._network.later(NAME, board.node_id, lambda: board.hang_up(stream))
+            self._network.later(self._name, board.node_id, lambda: board.hang_up(stream))
 
     async def stop_turn(self, address: str, request: worker_pb2.StopTurnRequest) -> None:
         del address, request  # hanging up does the same
 
     async def drop_session(self, address: str, session_id: str) -> None:
         if (board := self._board_at(address)) is not None:
-            await self._network.carry(NAME, board.node_id)
+            await self._network.carry(self._name, board.node_id)
             board.drop(session_id)
 
     async def close(self) -> None:
@@ -80,7 +83,7 @@ class SimulatedTransport:
         """As ``GrpcTransport``: an open connection to a frozen or cut board looks as good as any other."""
         board = self._board_at(address)
         why = f"{address} refuses connections"
-        if board is None and self._network.is_cut(NAME, address.partition(":")[0]):
+        if board is None and self._network.is_cut(self._name, address.partition(":")[0]):
             await asyncio.sleep(CONNECT_SECONDS)
             why = f"no connection to {address}"
         if board is None:
@@ -92,20 +95,22 @@ class SimulatedCoordinator:
     """One life of a coordinator process."""
 
     def __init__(
-        self, ledger: Ledger, network: Network, store: SimulatedStore, rng: random.Random,
+        self, name: str, ledger: Ledger, network: Network, store: SimulatedStore, rng: random.Random,
         board_at: Callable[[str], Board | None], wall_offset_ms: Callable[[], int], reorders: Callable[[], bool],
+        *, is_shared: bool,
     ) -> None:  # fmt: skip
+        self.name = name
         loop = asyncio.get_running_loop()
         self.is_alive = False
         # A process that slept finds its monotonic clock further on.
         self.clock_ahead_s = 0.0
-        self._rng = rng
+        self._rng, self._sometimes = rng, network.sometimes
         self.disk_fails = False
-        self._registry = MemoryRegistry(ledger, self._disk)
+        self._registry = MemoryRegistry(ledger, self._disk, is_shared=is_shared)
         self._fleet = Fleet(LEASE_S, STALL_S, lambda: loop.time() + self.clock_ahead_s)
         self._view = StoreView(store)
         self._background = Background()
-        self._transport = SimulatedTransport(network, board_at, reorders)
+        self._transport = SimulatedTransport(name, network, board_at, reorders)
         self._models = Models([ServedModel.of(SimulatedText(), CONTEXT_LENGTH, check_grammar=no_grammar)])
         self._around = Surroundings(
             registry=self._registry, fleet=self._fleet, transport=self._transport, snapshots=self._view,
@@ -130,7 +135,10 @@ class SimulatedCoordinator:
         self._background.start(self._fleet.run(), "fleet")
         self._background.start(self._settle(), "settle")
         self._background.start(self._refresh(), "refresh")
+        await self._registry.announce(self.name)
         await self.turns.recover()
+        if self._registry.is_shared:
+            self._background.start(self._keep_house(), "housekeeping")
         self.is_alive = True
 
     async def crash(self) -> None:
@@ -166,6 +174,14 @@ class SimulatedCoordinator:
         if not self._registry.is_new:
             await asyncio.sleep(2 * self._fleet.heartbeat_seconds)
         self._around.settled.set()
+
+    async def _keep_house(self) -> None:
+        """Take up what another coordinator left, as ``server.keep_house`` does."""
+        while True:
+            await asyncio.sleep(LEASE_S)
+            with contextlib.suppress(RegistryUnavailable):
+                if await self._registry.keeps_house() and await self.turns.recover():
+                    self._sometimes["turn taken over from another coordinator"] += 1
 
     async def _refresh(self) -> None:
         while True:

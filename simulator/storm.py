@@ -18,7 +18,7 @@ from kvferry.coordinator.memory_registry import Ledger
 from kvferry.simulator import virtual_time
 from kvferry.simulator.board import Board, Speed, Unreachable
 from kvferry.simulator.client import SimulatedClient
-from kvferry.simulator.coordinator import NAME, SimulatedCoordinator
+from kvferry.simulator.coordinator import NAMES, SimulatedCoordinator
 from kvferry.simulator.history import History, check
 from kvferry.simulator.network import Network
 from kvferry.simulator.store import SimulatedStore
@@ -33,6 +33,8 @@ SOMETIMES: Final = (
     "candidate evicted between route and load",
     "ESTALE", "clock jump", "coordinator restart in failover", "drain with a zombie", "restore abandoned as too slow",
     "a zombie spoke to nobody", "one-way partition", "engine hung", "disk of the registry failed",
+    "turn taken over from another coordinator", "read through another coordinator",
+    "coordinator's lease ended while it lived",
 )  # fmt: skip
 """What a suite of seeds has to reach, or it proves less than it says (reliability.md section 11)."""
 
@@ -58,7 +60,9 @@ class Storm:
         self.network = Network(self.rng, self.sometimes)
         self.store = SimulatedStore(self.rng, self.sometimes)
         self.boards: dict[str, Board] = {}
-        self.coordinator: SimulatedCoordinator | None = None
+        # A third of the storms has two coordinators over one registry.
+        self.names = NAMES[: 2 if seed % 3 == 2 else 1]
+        self.coordinators: dict[str, SimulatedCoordinator] = {}
         self._n_boots: Counter[str] = Counter()
         self._speeds: dict[str, Speed] = {}
         self._wall_offset_ms = 0
@@ -68,7 +72,8 @@ class Storm:
     async def run(self) -> None:
         """The whole story."""
         rng = self.rng
-        await self._start_coordinator()
+        for name in self.names:
+            await self._start_coordinator(name)
         for number in range(rng.choice([2, 3, 3, 4])):
             name = f"n{number}"
             self._speeds[name] = Speed(rng.choice([200.0, 400.0, 800.0]), rng.uniform(0.02, 0.12))
@@ -79,7 +84,7 @@ class Storm:
         self.store.collision_chance = rng.choice([0.0, 0.1])
         clients = [
             asyncio.create_task(
-                SimulatedClient(f"s{n}", rng, self.history, self.sometimes, self._up).run(rng.choice([1, 2, 3]))
+                SimulatedClient(f"s{n}", rng, self.history, self.sometimes, self._asked).run(rng.choice([1, 2, 3]))
             )
             for n in range(rng.choice([2, 3, 5]))
         ]
@@ -90,13 +95,16 @@ class Storm:
             self.history.violations.append("a client still waits long after the last fault")
             task.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
-        if self.coordinator is not None:
-            await self.coordinator.crash()
+        for coordinator in self.coordinators.values():
+            await coordinator.crash()
 
     # The good parts.
 
-    def _up(self) -> SimulatedCoordinator | None:
-        return self.coordinator if self.coordinator is not None and self.coordinator.is_alive else None
+    def _asked(self, name: str = "") -> SimulatedCoordinator | None:
+        """The coordinator of that name, or any that is there."""
+        there = [c for c in self.coordinators.values() if c.is_alive]
+        named = [c for c in there if c.name == name]
+        return self.rng.choice(named or there) if there else None
 
     def _board_at(self, address: str) -> Board | None:
         board = self.boards.get(address.partition(":")[0])
@@ -104,26 +112,29 @@ class Storm:
 
     def _boot(self, name: str) -> None:
         self._n_boots[name] += 1
-        self.boards[name] = Board(name, self._n_boots[name], self._speeds[name], self.network, self.store, self._call)
+        self.boards[name] = Board(
+            name, self._n_boots[name], self._speeds[name], self.network, self.store, self._call, self.names
+        )
 
-    async def _start_coordinator(self) -> None:
+    async def _start_coordinator(self, name: str) -> None:
         coordinator = SimulatedCoordinator(
-            self.ledger, self.network, self.store, self.rng, self._board_at, lambda: self._wall_offset_ms,
-            self._reorder,
+            name, self.ledger, self.network, self.store, self.rng, self._board_at, lambda: self._wall_offset_ms,
+            self._reorder, is_shared=len(self.names) > 1,
         )  # fmt: skip
         await coordinator.start()
-        self.coordinator = coordinator
+        self.coordinators[name] = coordinator
 
-    async def _call(self, node_id: str, method: str, request: object) -> Any:
-        """From a board to the coordinator and back; a call may take effect and its answer be lost."""
+    async def _call(self, node_id: str, name: str, method: str, request: object) -> Any:
+        """From a board to a coordinator and back; a call may take effect and its answer be lost."""
         try:
             async with asyncio.timeout(1.0):
-                await self.network.carry(node_id, NAME)
+                await self.network.carry(node_id, name)
                 for _ in range(self.network.n_copies()):
-                    if (coordinator := self._up()) is None:
+                    coordinator = self.coordinators.get(name)
+                    if coordinator is None or not coordinator.is_alive:
                         raise Unreachable(method)
                     answer = await coordinator.answer(method, request)
-                await self.network.carry(NAME, node_id)
+                await self.network.carry(name, node_id)
                 return answer
         except (TimeoutError, CoordinatorError) as e:
             raise Unreachable(method) from e
@@ -143,7 +154,7 @@ class Storm:
             self._kill, self._kill, self._power_cut, self._freeze, self._freeze, self._cut, self._cut_one_way,
             self._hang,
             self._slow_board, self._slow_store, self._evict, self._clock_jump, self._crash_coordinator, self._drain,
-            self._sleepy_coordinator, self._full_disk, self._drop_everything,
+            self._sleepy_coordinator, self._full_disk, self._drop_everything, self._end_lease,
         ]  # fmt: skip
         ends: list[asyncio.Task[None]] = []
         while loop.time() < STORM_S:
@@ -164,8 +175,10 @@ class Storm:
             board.slowness = 1.0
             if board.is_dead:
                 self._boot(name)
-        if self._up() is None:
-            await self._start_coordinator()
+        for coordinator in list(self.coordinators.values()):
+            coordinator.disk_fails = False
+            if not coordinator.is_alive:
+                await self._start_coordinator(coordinator.name)
 
     def _victim(self) -> Board | None:
         """A board that lives, rather one that works."""
@@ -195,16 +208,18 @@ class Storm:
 
     async def _cut(self) -> None:
         if (board := self._victim()) is not None:
-            for ends in ((board.node_id, NAME), (NAME, board.node_id)):
+            name = self.rng.choice(self.names)
+            for ends in ((board.node_id, name), (name, board.node_id)):
                 self.network.cut(*ends)
             await asyncio.sleep(self.rng.choice([0.5, 2.0, 7.0]))
-            for ends in ((board.node_id, NAME), (NAME, board.node_id)):
+            for ends in ((board.node_id, name), (name, board.node_id)):
                 self.network.heal(*ends)
 
     async def _cut_one_way(self) -> None:
         if (board := self._victim()) is not None:
             self.sometimes["one-way partition"] += 1
-            ends = self.rng.choice([(board.node_id, NAME), (NAME, board.node_id)])
+            name = self.rng.choice(self.names)
+            ends = self.rng.choice([(board.node_id, name), (name, board.node_id)])
             self.network.cut(*ends)
             await asyncio.sleep(self.rng.choice([0.5, 2.0, 7.0]))
             self.network.heal(*ends)
@@ -239,24 +254,36 @@ class Storm:
 
     async def _sleepy_coordinator(self) -> None:
         """Its process or its machine was stopped; its clock went on."""
-        if (coordinator := self._up()) is not None:
+        if (coordinator := self._asked()) is not None:
             coordinator.clock_ahead_s += self.rng.choice([1.0, 5.0, 3_600.0])
 
     async def _full_disk(self) -> None:
-        if (coordinator := self._up()) is not None:
+        if (coordinator := self._asked()) is not None:
             self.sometimes["disk of the registry failed"] += 1
             coordinator.disk_fails = True
             await asyncio.sleep(self.rng.uniform(0.2, 2.0))
             coordinator.disk_fails = False
 
+    async def _end_lease(self) -> None:
+        """One of two coordinators is cut off from the registry: the other one takes its turns over while it lives."""
+        if len(self.names) == 1 or (coordinator := self._asked()) is None:
+            return
+        self.sometimes["coordinator's lease ended while it lived"] += 1
+        coordinator.disk_fails = self.rng.random() < 0.5  # else its writes arrive, and come too late
+        self.ledger.living.pop(coordinator.registry.instance_id, None)
+        await asyncio.sleep(self.rng.choice([0.5, 4.0, 8.0]))
+        coordinator.disk_fails = False
+        if coordinator.is_alive:
+            await coordinator.registry.announce(coordinator.name)
+
     async def _crash_coordinator(self) -> None:
-        if (coordinator := self._up()) is None:
+        if (coordinator := self._asked()) is None:
             return
         self.sometimes["coordinator restart in failover"] += coordinator.turns_between_nodes() > 0
         await coordinator.crash()
         await asyncio.sleep(self.rng.choice([0.2, 1.0, 5.0]))
-        if self._up() is None:
-            await self._start_coordinator()
+        if self.coordinators[coordinator.name] is coordinator:
+            await self._start_coordinator(coordinator.name)
 
     async def _drain(self) -> None:
         if (board := self._victim()) is None or board.is_frozen:

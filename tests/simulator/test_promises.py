@@ -15,7 +15,7 @@ from kvferry.coordinator.requests import SAMPLING_DEFAULTS, TurnRequest
 from kvferry.coordinator.routing import Choice, RouteRequest, View, route
 from kvferry.simulator import virtual_time
 from kvferry.simulator.board import Speed
-from kvferry.simulator.coordinator import SimulatedCoordinator
+from kvferry.simulator.coordinator import NAMES, SimulatedCoordinator
 from kvferry.simulator.fleet_model import BOARD_2B
 from kvferry.simulator.plan import FleetPlan, Planner
 from kvferry.simulator.storm import Storm
@@ -55,16 +55,16 @@ class Calm(Storm):
 
     def __init__(self, seed: int, n_boards: int) -> None:
         super().__init__(seed)
+        self.names = NAMES[:1]
         self._n_boards = n_boards
 
     async def start(self) -> SimulatedCoordinator:
-        await self._start_coordinator()
+        await self._start_coordinator(NAMES[0])
         for number in range(self._n_boards):
             self._speeds[f"n{number}"] = Speed(400.0, 0.05)
             self._boot(f"n{number}")
         await asyncio.sleep(1.0)
-        assert self.coordinator is not None
-        return self.coordinator
+        return self.coordinators[NAMES[0]]
 
 
 def request(session_id: str, turn_id: str, max_tokens: int, text: str = "x" * 300) -> TurnRequest:
