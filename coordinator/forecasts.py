@@ -14,7 +14,7 @@ from typing import Final
 from kvferry.coordinator.backlog import Awaited, Backlog
 from kvferry.coordinator.membership import Node
 from kvferry.coordinator.prediction import GUESSED_TURN_SECONDS, Forecast, Prediction
-from kvferry.coordinator.rates import NodeRates, Rates, Report, Told, typical
+from kvferry.coordinator.rates import Foreseen, NodeRates, Rates, Report, Told, typical
 from kvferry.coordinator.registry import TokenArray
 from kvferry.proto.v1 import common_pb2
 from kvferry.store.lcp_index import LcpIndex
@@ -46,6 +46,7 @@ class Awaiting:
     placed_s: float
     beside_decodes: bool
     work: Awaited
+    foreseen: Foreseen
     # What the node spent on this turn alone; 0 until it has reported.
     spent_s: float = 0.0
     has_token: bool = False
@@ -79,7 +80,8 @@ class Forecasts:
         backlog = self._known(node).backlog
         beside_decodes = n_others > len(backlog)
         work = backlog.add(prediction.restore_seconds, prediction.look_seconds, prediction.work_seconds, now_s)
-        return Awaiting(node, prediction.seconds, now_s, beside_decodes, work)
+        foreseen = Foreseen(prediction.shared_seconds + prediction.prefill_seconds, backlog.drag)
+        return Awaiting(node, prediction.seconds, now_s, beside_decodes, work, foreseen)
 
     def reported(self, awaiting: Awaiting, prefix: common_pb2.PrefixReport, now_s: float) -> None:
         """The node says what it did for the turn, as it shows its first token."""
@@ -89,7 +91,7 @@ class Forecasts:
             restore_seconds=prefix.restore_seconds, prefill_seconds=prefix.prefill_seconds,
             bytes_per_row=awaiting.node.bytes_per_row, n_looked=prefix.n_looked, look_seconds=prefix.look_seconds,
             prefilled_alone=awaiting.work.prefilled_alone,
-            restored_alone=awaiting.work.restored_alone, beside_decodes=awaiting.beside_decodes,
+            restored_alone=awaiting.work.restored_alone, beside_decodes=awaiting.beside_decodes, foreseen=awaiting.foreseen,
         )  # fmt: skip
         awaiting.spent_s = prefix.restore_seconds + prefix.look_seconds + prefix.prefill_seconds
         told = told_by(awaiting.node)

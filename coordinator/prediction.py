@@ -71,6 +71,8 @@ class Prediction:
     # The store has more than memory, and computing is sooner than reading.
     recompute: bool
     look_seconds: float = 0.0
+    # Of the queue: the share of the engine that other prompts take meanwhile.
+    shared_seconds: float = 0.0
     # By how much the turns that wait for their first token there would wait longer, all together.
     others_seconds: float = 0.0
 
@@ -119,6 +121,7 @@ def _way(rows: RowSources, n_resident: int, n_restored: int, forecast: Forecast,
     start_s = rates.start_beside_decodes if beside_decodes else rates.start_idle
     return Prediction(
         queue_seconds=start_s + before_s - restore_s - look_s + shared_s,
+        shared_seconds=shared_s,
         others_seconds=others_s,
         restore_seconds=restore_s,
         look_seconds=look_s,

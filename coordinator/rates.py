@@ -46,7 +46,7 @@ GUESSED_DRAG: Final = 2.0
 """Measured with the pacer's usual ratio, one thread (BENCHMARKS.md, time between tokens beside a long prompt)."""
 
 DRAG_WEIGHT: Final = 0.2
-MAX_DRAG: Final = 50.0
+MAX_DRAG: Final = 20.0
 
 START_WEIGHT: Final = 0.2
 """Of the latest turn's way to its first step, and of the latest look at a picture."""
@@ -119,6 +119,14 @@ class _Law:
         return a, b
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Foreseen:
+    """Seconds of a prefill beside others, and the drag that was believed in."""
+
+    prefill_seconds: float = 0.0
+    drag: float = 1.0
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a placement told about its prefix, and under which circumstances."""
@@ -136,6 +144,7 @@ class Report:
     prefilled_alone: bool
     restored_alone: bool
     beside_decodes: bool
+    foreseen: Foreseen = Foreseen()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,17 +189,30 @@ class NodeRates:
     def learn(self, report: Report, told: Told, fleet: Rates, now_s: float) -> None:
         n_reused = report.n_tokens - report.n_computed
         self._known_for = None
-        if report.n_computed and report.prefilled_alone and report.prefill_seconds >= MIN_LEARNT_SECONDS:
-            if report.beside_decodes:
-                alone = self._fit(told, fleet).prefill_seconds(n_reused, report.n_tokens)
-                ratio = min(max(report.prefill_seconds / max(alone, MIN_LEARNT_SECONDS), 1.0), MAX_DRAG)
-                self._drag.learn(ratio, fleet.decode_drag)
+        if report.n_computed and report.prefill_seconds >= MIN_LEARNT_SECONDS:
+            if not report.prefilled_alone:
+                self._learn_shared(report, fleet)
+            elif report.beside_decodes:
+                alone_s = self._fit(told, fleet).prefill_seconds(n_reused, report.n_tokens)
+                self._learn_drag(report.prefill_seconds / max(alone_s, MIN_LEARNT_SECONDS), fleet)
             else:
                 self._prefill.learn(report.n_computed, pairs(n_reused, report.n_tokens), report.prefill_seconds, now_s)
         if report.n_restored and report.restored_alone and report.restore_seconds >= MIN_LEARNT_SECONDS:
             self._restore.learn(1.0, report.n_restored * report.bytes_per_row, report.restore_seconds, now_s)
         if report.n_looked and report.look_seconds >= MIN_LEARNT_SECONDS:
             self._look.learn(report.look_seconds / report.n_looked, fleet.look_per_token)
+
+    def _learn_shared(self, report: Report, fleet: Rates) -> None:
+        """A span that others shared says nothing of the engine's rate, but whether such spans last as long as foreseen.
+
+        They last longer where many decode, and where others keep coming; what they last longer counts as drag.
+        """
+        foreseen = report.foreseen
+        if foreseen.prefill_seconds >= MIN_LEARNT_SECONDS:
+            self._learn_drag(foreseen.drag * report.prefill_seconds / foreseen.prefill_seconds, fleet)
+
+    def _learn_drag(self, ratio: float, fleet: Rates) -> None:
+        self._drag.learn(min(max(ratio, 1.0), MAX_DRAG), fleet.decode_drag)
 
     def learn_start(self, seconds: float, fleet: Rates, *, beside_decodes: bool) -> None:
         """What came between a placement and its first step while no other prompt was in the way."""

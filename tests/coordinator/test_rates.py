@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.coordinator.backlog import Ahead, Backlog, prefill_ends, prefills_after
-from kvferry.coordinator.rates import NodeRates, Rates, Report, Told, typical
+from kvferry.coordinator.rates import Foreseen, NodeRates, Rates, Report, Told, typical
 
 BOARD = Rates(prefill_per_token=0.008, prefill_per_pair=2e-6, restore_latency=0.05, restore_per_byte=8e-9)
 BYTES_PER_ROW = 229_380
@@ -79,6 +79,15 @@ def test_decodes_beside_it_teach_how_much_they_drag() -> None:
     learned = learn(rates, *[slowed] * 20)
     assert learned.decode_drag == pytest.approx(2.0, rel=0.2)
     assert learned.prefill_seconds(0, 1_000) == pytest.approx(BOARD.prefill_seconds(0, 1_000), rel=0.15)
+
+
+def test_shared_spans_that_last_longer_than_foreseen_count_as_drag() -> None:
+    rates = NodeRates()
+    before = learn(rates, *TURNS)
+    shared = {"prefilled_alone": False, "beside_decodes": True, "prefill_seconds": 30.0}
+    learned = learn(rates, *[report(1_000, foreseen=Foreseen(10.0, 2.0), **shared)] * 20)
+    assert learned.decode_drag == pytest.approx(6.0, rel=0.1)
+    assert learned.prefill_per_token == before.prefill_per_token
 
 
 def test_a_newcomer_is_taken_at_its_own_word_then_for_what_is_usual_here() -> None:
