@@ -41,7 +41,7 @@ CORES: Final = (0.25, 0.5, 0.35)
 """Of the nodes, the first by name being no favourite; the rest of two cores is for the coordinator and the client."""
 
 KINDS: Final[dict[str, tuple[Kind, float]]] = {
-    "chat": (Kind(n_systems=3, system_tokens=350, n_turns=4, prompt_tokens=40, answer_tokens=20, think_s=1.0), 2.0),
+    "chat": (Kind(n_systems=3, system_tokens=350, n_turns=4, prompt_tokens=40, answer_tokens=20, think_s=1.0), 1.4),
     "hot": (
         Kind(n_systems=4, system_tokens=500, n_turns=4, prompt_tokens=40, answer_tokens=20, think_s=1.0, hot_share=0.8),
         1.8,

@@ -91,7 +91,8 @@ class Forecasts:
             restore_seconds=prefix.restore_seconds, prefill_seconds=prefix.prefill_seconds,
             bytes_per_row=awaiting.node.bytes_per_row, n_looked=prefix.n_looked, look_seconds=prefix.look_seconds,
             prefilled_alone=awaiting.work.prefilled_alone,
-            restored_alone=awaiting.work.restored_alone, beside_decodes=awaiting.beside_decodes, foreseen=awaiting.foreseen,
+            restored_alone=awaiting.work.restored_alone, beside_decodes=awaiting.beside_decodes,
+            foreseen=awaiting.foreseen,
         )  # fmt: skip
         awaiting.spent_s = prefix.restore_seconds + prefix.look_seconds + prefix.prefill_seconds
         told = told_by(awaiting.node)
