@@ -216,13 +216,14 @@ def test_a_second_coordinator_with_an_old_log_gets_no_token_from_anybody() -> No
         first = await calm.start()
         old_log = copy.deepcopy(calm.ledger)
         await first.crash()
-        await calm._start_coordinator()  # the second life of the right one
-        await calm.coordinator.crash()
-        await calm._start_coordinator()  # and its third
+        await calm._start_coordinator(NAMES[0])  # the second life of the right one
+        await calm.coordinators[NAMES[0]].crash()
+        await calm._start_coordinator(NAMES[0])  # and its third
         await asyncio.sleep(4.0)  # the boards have heard of it
         zombie = SimulatedCoordinator(
-            old_log, calm.network, calm.store, calm.rng, calm._board_at, lambda: 0, lambda: False
-        )
+            NAMES[0], old_log, calm.network, calm.store, calm.rng, calm._board_at, lambda: 0, lambda: False,
+            is_shared=False,
+        )  # fmt: skip
         await zombie.start()
         await asyncio.sleep(1.2)  # its time of grace
         for board in calm.boards.values():  # as if somebody had told them its address
@@ -235,7 +236,7 @@ def test_a_second_coordinator_with_an_old_log_gets_no_token_from_anybody() -> No
         assert live.placements
         n_tokens = len(live.answer_ids)
         await zombie.crash()
-        await calm.coordinator.crash()
+        await calm.coordinators[NAMES[0]].crash()
         return n_tokens, calm.sometimes["generation refused"]
 
     n_tokens, n_refused = virtual_time.run(main())
