@@ -32,22 +32,38 @@ from kvferry.engine.config import VisionConfig
 from kvferry.engine.errors import EngineError, InvalidImage
 from kvferry.engine.vision.positions import Grid
 from kvferry.engine.vision.preprocess import content_hash, decode_image, unpack_pixels
+from kvferry.proto.channel import MAX_MESSAGE_BYTES
 from kvferry.proto.v1 import chat_pb2, common_pb2, worker_pb2
 
 MAX_TURNS: Final = 10_000
+MAX_EXPORT_BYTES: Final = MAX_MESSAGE_BYTES - 4_096
+"""With what is around it, it has to fit into a message."""
+
 KEPT: Final = frozenset(int(reason) for reason in FinishReason if reason is not FinishReason.ERROR)
 
 
 def exported(
     session: SessionRecord, turns: Iterable[TurnRecord], pixels: Mapping[str, bytes]
 ) -> chat_pb2.ExportedSession:
-    """The session with its kept turns. ``pixels``: PNG files by content hash."""
+    """The session with its kept turns. ``pixels``: PNG files by content hash.
+
+    Raises BadRequest for one that no message can carry, even without its log-probabilities.
+    """
     kept = [exported_turn(turn, turn.outcome) for turn in turns if turn.outcome is not None and turn.outcome.kept]
-    return chat_pb2.ExportedSession(
+    message = chat_pb2.ExportedSession(
         session_id=session.session_id, model=session.model, tokenizer_digest=session.tokenizer_digest,
         created_at_ms=session.created_at_ms, updated_at_ms=session.updated_at_ms, epoch=session.epoch,
         tenant=session.tenant, turns=kept, pixels=[pixels[content] for content in sorted(pixels)],
     )  # fmt: skip
+    if message.ByteSize() > MAX_EXPORT_BYTES:
+        for turn in message.turns:
+            turn.ClearField("logprobs")
+    if (n_bytes := message.ByteSize()) > MAX_EXPORT_BYTES:
+        raise BadRequest(
+            f"session {session.session_id} has {n_bytes:,} bytes, and one that is exported may have "
+            f"{MAX_EXPORT_BYTES:,}: fork it with fewer turns, and export the fork"
+        )
+    return message
 
 
 def exported_turn(turn: TurnRecord, outcome: TurnOutcome) -> chat_pb2.ExportedTurn:

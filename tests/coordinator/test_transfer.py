@@ -14,9 +14,13 @@ import grpc.aio
 import pytest
 from cluster_kit import Client, Cluster, Processes, all_of, code_of, eventually, ids_of
 from test_images import picture
+from test_registry import outcome, turn
+from test_registry import session as session_record
 
+from kvferry.coordinator.errors import BadRequest
 from kvferry.coordinator.loaded_model import LoadedModel
-from kvferry.proto.v1 import chat_pb2, common_pb2
+from kvferry.coordinator.transfer import exported
+from kvferry.proto.v1 import chat_pb2, common_pb2, worker_pb2
 
 SAMPLING = common_pb2.SamplingSettings(temperature=0.8, seed=11)
 
@@ -95,6 +99,20 @@ async def test_deleted_and_imported_again_no_node_takes_it_for_an_old_one(cluste
     await all_of(here.generate(session, "Three"))
     epochs = [r.epoch for r in clusters[0].worker_named("a").requests if r.session_id == session]
     assert epochs == sorted(set(epochs))
+
+
+def test_what_does_not_fit_loses_its_log_probabilities_and_then_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    details = worker_pb2.GeneratedTokens(tokens=[common_pb2.GeneratedToken(index=n, logprob=-1) for n in range(2)])
+    finished = dataclasses.replace(
+        turn(), sampling=b"", outcome=outcome(logprobs=details.SerializeToString()), pictures=()
+    )  # fmt: skip
+    whole = exported(session_record(), [finished], {})
+    assert len(whole.turns[0].logprobs) == 2
+    monkeypatch.setattr("kvferry.coordinator.transfer.MAX_EXPORT_BYTES", whole.ByteSize() - 1)
+    assert not exported(session_record(), [finished], {}).turns[0].logprobs
+    monkeypatch.setattr("kvferry.coordinator.transfer.MAX_EXPORT_BYTES", 10)
+    with pytest.raises(BadRequest, match="fork it with fewer turns"):
+        exported(session_record(), [finished], {})
 
 
 async def test_pictures_go_with_it(new_cluster: Callable[..., Any], chat_model: Callable[[str], Path]) -> None:
