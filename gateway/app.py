@@ -71,6 +71,7 @@ def create_app(make_context: Callable[[], Context]) -> Starlette:
         async with context.client:
             app.state.context = context
             yield
+            context.stop()
 
     routes = [Route(path, endpoint, methods=[method]) for method, path, endpoint in ROUTES]
     routes += [

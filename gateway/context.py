@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import cast
 
 from starlette.requests import Request
 
-from kvferry.client import AsyncClient
+from kvferry.client import AsyncClient, ClientError
 from kvferry.gateway.dashboard.watcher import Watcher
 from kvferry.gateway.models import Models
 
@@ -24,6 +26,23 @@ class Context:
     new_id: Callable[[], str]
     new_seed: Callable[[], int]
     wall_clock: Callable[[], float]
+    _reading: set[asyncio.Task[object]] = field(default_factory=set)
+
+    def in_background(self, reading: Coroutine[None, None, object]) -> None:
+        """Read an answer that nobody waits for: one that nobody reads is ended after a while. As long as we live."""
+        task = asyncio.create_task(_quietly(reading))
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
+
+    def stop(self) -> None:
+        """The process ends; the answers go on."""
+        for task in self._reading:
+            task.cancel()
+
+
+async def _quietly(reading: Coroutine[None, None, object]) -> None:
+    with contextlib.suppress(ClientError):  # whoever asks for the answer is told
+        await reading
 
 
 def context_of(request: Request) -> Context:

@@ -10,7 +10,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvferry.client import AsyncSession, AsyncTurn, ClientError, NotFound, SessionDetails, Started, TurnState
+from kvferry.client import AsyncSession, AsyncTurn, ClientError, NotFound, SessionDetails, TurnState
 from kvferry.gateway import sse
 from kvferry.gateway.body import read_body
 from kvferry.gateway.chat import LAST_EVENT_ID
@@ -39,10 +39,9 @@ async def create_response(request: Request) -> Response:
     if asked.stream:
         return await _streamed(turn, stream, after=-1)
     if asked.background:
-        async with turn:
-            async for event in turn:
-                if isinstance(event, Started):  # its record is durable: it goes on without us
-                    break
+        started = await anext(turn)  # its record is durable: it goes on without us
+        stream.push(started)
+        context.in_background(_collected(turn, ResponseStream(stream.base)))
         return JSONResponse(stream.response)
     return JSONResponse(await _collected(turn, stream))
 
