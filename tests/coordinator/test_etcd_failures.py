@@ -24,6 +24,8 @@ from kvferry.coordinator.server import LoadedModel
 from kvferry.engine.text.model import ChatMessage
 
 N_TOKENS = 150
+N_ROUNDS = 3
+"""Of each kind of kill, on one cluster."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -174,6 +176,16 @@ async def end_answers_without_etcd(fleet: Fleet) -> None:
 async def test_kills_cost_no_token(start_fleet, victims: str) -> None:
     """The judged scenario: the leader member, a coordinator in mid-stream, both, many times each."""
     fleet = await start_fleet(3)
+    killed: list[int] = []
+
+    async def repair() -> None:
+        while killed:
+            fleet.etcd.start(killed.pop())
+        fleet.etcd.wait_ready()
+        for which in range(2):
+            if fleet.coordinators[which].poll() is not None:
+                fleet.restart_coordinator(which)
+        await fleet.until_settled()
 
     async def strike(number: int) -> None:
         if victims in {"leader", "both"}:
@@ -187,22 +199,16 @@ async def test_kills_cost_no_token(start_fleet, victims: str) -> None:
             fleet.restart_coordinator(number % 2)
             fleet.kill_coordinator(1 - number % 2)
 
-    for number in range(5):
-        killed: list[int] = []
+    for number in range(N_ROUNDS):
+        if number:
+            await repair()
         await hold_turns(fleet, lambda number=number: strike(number))
-        for member in killed:
-            fleet.etcd.start(member)
-        fleet.etcd.wait_ready()
-        for which in range(2):
-            if fleet.coordinators[which].poll() is not None:
-                fleet.restart_coordinator(which)
-        await fleet.until_settled()
 
 
 @pytest.mark.slow
 async def test_a_lost_quorum_corrupts_nothing(start_fleet) -> None:
     fleet = await start_fleet(3)
-    for _ in range(3):
+    for _ in range(N_ROUNDS):
         followers = [number for number in range(3) if number != fleet.etcd.leader()]
 
         async def lose_quorum_for_a_while(followers: list[int] = followers) -> None:
