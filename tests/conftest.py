@@ -7,7 +7,8 @@ import os
 import secrets
 import shutil
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,10 @@ import numpy as np
 import pytest
 
 from kvferry.engine.files.fetch import fetch_model
+
+sys.path.insert(0, str(Path(__file__).parent))  # seaweed.py
+
+from seaweed import SeaweedFs
 
 # A shell that runs tests in the background ignores SIGINT, and every process they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,3 +128,17 @@ def _fill_up(file: Path, n_tokens: int) -> None:
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
+
+
+@pytest.fixture(scope="session")
+def new_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], SeaweedFs]]:
+    """Makes S3 servers, not started yet; all are killed at the end. Skips where there is none."""
+    made: list[SeaweedFs] = []
+
+    def new() -> SeaweedFs:
+        made.append(SeaweedFs(tmp_path_factory.mktemp("weed")))
+        return made[-1]
+
+    yield new
+    for server in made:
+        server.kill()

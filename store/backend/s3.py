@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, BinaryIO, Final
 from urllib.parse import urlsplit
 
@@ -20,6 +22,11 @@ ONE_REQUEST_BYTES: Final = 32 << 20
 PART_BYTES: Final = 8 << 20
 PARTS_AT_ONCE: Final = 2  # with what waits to be sent this bounds the memory of an upload to some 32 MiB
 
+# A server that is away for longer is reported as such, and asked again by whoever looks whether it is back.
+RETRIES: Final = {"max_retries": 3, "retry_timeout": timedelta(seconds=10)}
+
+_NO_ANSWER: Final = re.compile(r"error sending request|timed out|connection (refused|reset|closed)", re.IGNORECASE)
+_STATUS: Final = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
 _CLOUD_KEYS: Final = "169.254.169.254"
 _KEYS: Final = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY say whose store it is"
 
@@ -100,13 +107,23 @@ class S3Objects:
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, f"{self._where} does not let these keys in; {_KEYS}", key) from error
         except exceptions.BaseError as error:
-            raise OSError(errno.EIO, f"{self._where}: {_said(error)}", key) from error
+            raise OSError(errno.EIO, f"{self._where} {_said(error)}", key) from error
 
 
 def _said(error: Exception) -> str:
-    """What went wrong, and what to do. Without keys obstore asks the cloud's own machine for some."""
-    said = str(error).splitlines()[0][:200]
-    return f"no keys; {_KEYS}" if _CLOUD_KEYS in said else f"{said}; AWS_ENDPOINT_URL says which server is asked"
+    """What went wrong, and what to do, after the store's name. obstore's own words are a page.
+
+    Without keys it asks the cloud's own machine for some.
+    """
+    said = str(error)
+    if _CLOUD_KEYS in said:
+        return f"has no keys to be asked with; {_KEYS}"
+    if _NO_ANSWER.search(said):
+        server = os.environ.get("AWS_ENDPOINT_URL") or "that of AWS"
+        return f"does not answer; AWS_ENDPOINT_URL says which server is asked, at the moment {server}"
+    status = _STATUS.search(said)
+    reason = f"says {status[1]}" if status else f"fails: {said.splitlines()[0][:120]}"
+    return f"{reason}; look at the server's log"
 
 
 def open_s3(url: str, **options: Any) -> ObjectFileSystem:
@@ -128,7 +145,7 @@ def open_s3(url: str, **options: Any) -> ObjectFileSystem:
     if endpoint and not _is_web_address(endpoint):  # obstore would panic at the first request
         raise StoreMisuse(f"AWS_ENDPOINT_URL {endpoint!r} is not http(s)://HOST[:PORT]", op="open store")
     try:
-        store = S3Store(parts.netloc, **options)
+        store = S3Store(parts.netloc, **{"retry_config": RETRIES, **options})
     except exceptions.BaseError as error:
         said = str(error).splitlines()[0][:200]
         raise StoreMisuse(f"{url!r} cannot be opened: {said}; look at the AWS_ variables", op="open store") from error

