@@ -45,7 +45,8 @@ class SeaweedFs:
         self._log = folder / "log"
         self._command = [
             weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-filer", "-volume.max=20",
-            f"-s3.config={folder}/s3.json", "-master.volumeSizeLimitMB=64", *ports,
+            f"-s3.config={folder}/s3.json", "-master.volumeSizeLimitMB=64",
+            "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", *ports,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -70,7 +71,7 @@ class SeaweedFs:
                 fs.unlink(name)
                 return
             time.sleep(0.5)
-        pytest.skip(f"SeaweedFS did not start: {self._log.read_text(errors='replace')[-400:]}")
+        pytest.fail(f"SeaweedFS did not start: {self._log.read_text(errors='replace')[-400:]}")
 
     @property
     def options(self) -> dict[str, object]:
