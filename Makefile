@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine bench-quality bench-serving bench-store bench-resume bench-coordinator storm clean
+.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine bench-quality bench-serving bench-store bench-resume bench-saving bench-coordinator storm clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,7 +61,7 @@ format: $(VENV)/.dev ## format and fix what can be fixed
 proto: $(VENV)/.dev ## generate the stubs anew
 	$(BIN)/python -m kvferry.proto.generate
 
-bench: bench-engine bench-quality bench-serving bench-store bench-resume bench-coordinator ## every benchmark: ratios against a peer in the same run
+bench: bench-engine bench-quality bench-serving bench-store bench-resume bench-saving bench-coordinator ## every benchmark: ratios against a peer in the same run
 
 bench-engine: $(VENV)/.runtime $(VENV)/.bench ## prefill and decode beside llama.cpp
 	$(BIN)/kvferry models fetch smollm2-135m
@@ -82,6 +82,10 @@ bench-store: $(VENV)/.runtime ## saving and restoring beside dd, what verificati
 bench-resume: $(VENV)/.runtime ## the first token of a session on another node, restored or computed again
 	$(BIN)/kvferry models fetch smollm2-135m
 	$(BIN)/python -m kvferry.bench.resume
+
+bench-saving: $(VENV)/.runtime ## what a growing chat writes, and what saving makes its turns wait
+	$(BIN)/kvferry models fetch smollm2-135m
+	$(BIN)/python -m kvferry.bench.saving
 
 bench-coordinator: $(VENV)/.runtime ## routing beside other rules, what the coordinator adds to a stream, the LCP index
 	$(BIN)/kvferry models fetch smollm2-135m

@@ -1,216 +1,166 @@
 """`make bench-resume`: the first token of a session's next turn on another node, restored or computed again.
 
-The real engine and the demo's model; a session of 2,048 tokens, a next turn of 40. Restored rows end up in the engine's
-own cache, and the turn's logits are computed from them: the same bits, or the bench fails. The disk is the page cache
-(warm), the disk itself (cold), and a disk slowed down to gigabit ethernet (110 MB/s) and to eMMC (240 MB/s).
+Real nodes in processes of their own, spoken to over gRPC: one has a session of 2,048 tokens and saves it, another one,
+just started, answers its next turn of 40 tokens: first from the store, then computing everything. Both have to give the
+same token. The disk is the page cache (warm), the disk as it is (cold), and the disk held by the kernel to what gigabit
+ethernet (110 MB/s) and eMMC (240 MB/s) give. Every kind of snapshot is one of a cache of that kind.
 
-The q8 lines read what a node with a q8 cache would read: the engine has no such cache yet, so those rows go to plain
-memory, and the turn's 40 tokens are timed on float32 rows.
+The prefill ratio compares what the nodes report (computing the whole prompt, to reading it and computing what is new),
+the wall ratio what the caller waits for the first token.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.engine.engine import Chunk, Engine, EngineOptions
+from kvferry.bench.node_process import Answer, node_process
+from kvferry.bench.throttle import Throttle, forget, throttle_of
 from kvferry.engine.files.resolve import resolve_model
-from kvferry.engine.kv_cache import KvSequence
 from kvferry.engine.text.model import TextModel
-from kvferry.node.sequence_rows import SequenceRows
-from kvferry.store.fs import Buffer, PosixFileSystem
-from kvferry.store.geometry import KvGeometry
-from kvferry.store.payload import Kind
-from kvferry.store.q8 import Q8Rows, quantise
-from kvferry.store.snapshot_store import SnapshotStore
 
-N_NEXT = 40
-DISKS = {"warm": None, "cold": None, "110 MB/s": 110e6, "240 MB/s": 240e6}
-
-
-class SlowDisk(PosixFileSystem):
-    """Reads no faster than a rate, whoever reads."""
-
-    def __init__(self, bytes_per_s: float | None) -> None:
-        self.bytes_per_s = bytes_per_s
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        n = super().preadv(fd, buffers, offset)
-        if self.bytes_per_s:
-            with self._lock:
-                self._free_at = max(self._free_at, time.perf_counter()) + n / self.bytes_per_s
-                free_at = self._free_at
-            time.sleep(max(0.0, free_at - time.perf_counter()))
-        return n
+N_NEXT: Final = 40
+NEVER_SAVES: Final = ("--publish-min-tokens", "1000000", "--publish-every-tokens", "1000000")
+N_ANSWER: Final = 8  # of the session's last turn
+STORES: Final = {
+    "v1 f32": ("--store-version", "1"),
+    "v3 f32": (),
+    "v3 f16": ("--kv", "f16"),
+    "v3 q8": ("--kv", "q8"),
+}
+DISKS: Final = {"warm": 0, "cold": 0, "110 MB/s": 110_000_000, "240 MB/s": 240_000_000}
 
 
 @dataclass(slots=True)
 class Line:
-    """Seconds per round."""
+    """One kind of snapshot from one disk; an entry for each round."""
 
-    n_bytes: int
-    restore_s: list[float] = field(default_factory=list)
-    first_token_s: list[float] = field(default_factory=list)
+    n_bytes: int = 0
+    resumed: list[Answer] = field(default_factory=list)
+    computed: list[Answer] = field(default_factory=list)
+
+    @property
+    def prefill_ratio(self) -> float:
+        """Of the seconds that the nodes tell."""
+        ways = zip(self.computed, self.resumed, strict=True)
+        return median(c.prefix.prefill_seconds / (r.prefix.restore_seconds + r.prefix.prefill_seconds) for c, r in ways)
+
+    @property
+    def wall_ratio(self) -> float:
+        """Of the seconds until the caller had the first token."""
+        return median(c.first_s / r.first_s for c, r in zip(self.computed, self.resumed, strict=True))
 
 
 class Bench:
-    """One engine that is both nodes: rows leave its cache through a store and come back to new blocks."""
+    """All kinds of snapshots of one session."""
 
-    def __init__(self, folder: Path, n_tokens: int, n_threads: int) -> None:
-        path = resolve_model("smollm2-135m")
-        options = EngineOptions(n_threads=n_threads, kv_bytes=4 * (n_tokens + 4096) * 46_080)
-        self.engine = Engine.load(path, options)
-        self.ids = _some_tokens(TextModel.load(path), n_tokens + N_NEXT)
-        self.n_tokens = n_tokens
+    def __init__(self, folder: Path, model: str, n_tokens: int, n_threads: int, throttle: Throttle | None) -> None:
         self.folder = folder
-        g = self.engine.geometry
-        self.geometry = KvGeometry(g.n_layers, g.n_kv_heads, g.head_dim, g.block_size)
+        self.model = model
+        self.n_tokens = n_tokens
+        self.throttle = throttle
+        self.flags = ("--threads", str(n_threads), "--kv-memory", f"{2 * (n_tokens + 1024) * 46_080}")
+        self.tokens = _some_tokens(model, n_tokens + N_NEXT)
         self.lines: dict[tuple[str, str], Line] = {}
-        self.recompute_s: list[float] = []
-        self.sequence, self.logits = self.recompute()
-        self.recompute_s.clear()  # the first one warms up
-        self.next_s: list[float] = []
-        self.q8, self.q8_target = self._quantised(), self._quantised()
-        self.names = {name: self._store(name, None).publish(self.ids[:n_tokens], self._source(name)) for name in STORES}
+        self.kernel_path = ""
 
-    def recompute(self) -> tuple[KvSequence, NDArray[np.float32]]:
-        """The whole prompt on a node that has nothing."""
-        sequence = self.engine.new_sequence()
-        started = time.perf_counter()
-        (logits,) = self.engine.forward([Chunk(sequence, self.ids, "last")])
-        self.recompute_s.append(time.perf_counter() - started)
-        return sequence, logits
+    def measure(self, kind: str) -> None:
+        """One round of one kind, from every disk."""
+        store = self.folder / kind.replace(" ", "-")
+        flags = (*self.flags, "--store", str(store), *STORES[kind])
+        session = self._saved_session(flags)
+        for disk, bytes_per_s in DISKS.items():
+            if bytes_per_s and self.throttle is None:
+                continue
+            line = self.lines.setdefault((kind, disk), Line(sum(map(_n_bytes, store.rglob("*.kv")))))
+            with node_process(self.folder, self.model, *flags, *NEVER_SAVES) as node:
+                if disk != "warm":
+                    forget(store)
+                if bytes_per_s and self.throttle is not None:
+                    self.throttle.put(node.process.pid, bytes_per_s, max(store.rglob("*.kv"), key=_n_bytes))
+                resumed = node.run_turn("resumed", session, 1)
+                node.drop("resumed")
+                computed = node.run_turn("computed", session, 1, recompute=True)
+            if resumed.tokens != computed.tokens or resumed.prefix.n_restored != self.n_tokens - 1:
+                raise RuntimeError(f"{kind}, {disk}: restored is not recomputed: {resumed} {computed}")
+            line.resumed.append(resumed)
+            line.computed.append(computed)
 
-    def resume(self, name: str, disk: str) -> None:
-        """Restores the session and computes its next turn's first token."""
-        store = self._store(name, DISKS[disk])
-        store.refresh()
-        if disk == "cold":
-            forget(store.path)
-        sequence = self.engine.new_sequence()
-        line = self.lines.setdefault((name, disk), Line(sum(f.stat().st_size for f in store.path.glob("*.kv"))))
-        started = time.perf_counter()
-        match = store.find(self.ids)
-        assert match is not None
-        assert match.n_common == self.n_tokens
-        sink = SequenceRows(self.engine.pool, sequence, self.n_tokens)
-        store.restore(match, self.n_tokens, self.q8_target if "q8" in name else sink)  # type: ignore[arg-type]  # a q8 store takes q8 sinks
-        line.restore_s.append(time.perf_counter() - started)
-        if "q8" in name:
-            assert self.q8_target.k.tobytes() == self.q8.k.tobytes()
-            sequence = self.sequence.fork(self.n_tokens)
-            started = time.perf_counter() - line.restore_s[-1]
-        else:
-            sequence.commit(self.n_tokens)
-        began = time.perf_counter()
-        (logits,) = self.engine.forward([Chunk(sequence, self.ids[self.n_tokens :], "last")])
-        self.next_s.append(time.perf_counter() - began)
-        line.first_token_s.append(time.perf_counter() - started)
-        assert logits.tobytes() == self.logits.tobytes(), "restored is not recomputed"
-        sequence.release()
-
-    def _store(self, name: str, bytes_per_s: float | None) -> SnapshotStore:
-        kind = Kind.Q8 if "q8" in name else Kind.F32
-        return SnapshotStore(
-            self.folder,
-            name.replace(" ", ""),
-            self.geometry,
-            1 << 20,
-            1 << 40,
-            100,
-            "bench",
-            version=1 if name == "v1" else 3,
-            kind=kind,
-            fs=SlowDisk(bytes_per_s),
-        )
-
-    def _source(self, name: str) -> SequenceRows | Q8Rows:
-        return self.q8 if "q8" in name else SequenceRows(self.engine.pool, self.sequence)
-
-    def _quantised(self) -> Q8Rows:
-        n, g = self.n_tokens, self.geometry
-        k, v = (np.empty((g.n_layers, n, g.kv_dim), np.float32) for _ in range(2))
-        for layer in range(g.n_layers):
-            self.sequence.read_rows(layer, 0, n, k[layer], v[layer])
-        (kq, ks), (vq, vs) = quantise(k, g.n_kv_heads), quantise(v, g.n_kv_heads)
-        return Q8Rows(kq, vq, ks, vs)
+    def _saved_session(self, flags: Sequence[str]) -> list[int]:
+        """Tokens of the next turn's prompt, of a session that lies in the store and in no node's memory."""
+        n_prompt = self.n_tokens - N_ANSWER
+        with node_process(self.folder, self.model, *flags) as node:
+            answer = node.run_turn("first", self.tokens[:n_prompt], N_ANSWER)
+            node.save("first")
+            self.kernel_path = node.status().kernel_path
+        return [*self.tokens[:n_prompt], *answer.tokens, *self.tokens[self.n_tokens :]]
 
 
-STORES = ("v1", "v3 f32", "v3 q8")
+def _n_bytes(path: Path) -> int:
+    return path.stat().st_size
 
 
-def _some_tokens(text: TextModel, n_tokens: int) -> NDArray[np.int32]:
+def _some_tokens(model: str, n_tokens: int) -> list[int]:
     story = "The ferry left the harbour before the fog had lifted, and nobody on deck knew the way. "
-    ids = text.encode(" ".join(f"{number}. {story}" for number in range(n_tokens)))[:n_tokens]
-    return np.array(ids, np.int32)
+    text = TextModel.load(resolve_model(model))
+    return text.encode(" ".join(f"{number}. {story}" for number in range(n_tokens)))[:n_tokens]
 
 
-def forget(folder: Path) -> None:
-    """Drops the folder's files from the page cache."""
-    for path in folder.glob("*.kv"):
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
-def middle(values: Sequence[float]) -> float:
-    """The median."""
-    return statistics.median(values)
-
-
-def print_table(bench: Bench, rounds: int) -> None:
-    """One line for each store and disk, medians of all rounds."""
-    recompute_s = middle(bench.recompute_s)
+def table_of(bench: Bench) -> Table:
+    """One line for each kind and disk, medians of all rounds."""
+    rounds = max(len(line.resumed) for line in bench.lines.values())
     table = Table(
-        "store", "disk", "bytes", "restore s", "first token s", "recompute s", "prefill ratio", "wall ratio",
-        title=f"{bench.n_tokens} tokens and {N_NEXT} more, {bench.engine.kernel_path},"
-        f" {bench.engine.n_threads} threads, medians of {rounds} rounds",
+        "store", "disk", "MB", "restore s", "first token s", "recompute s", "prefill ratio", "wall ratio",
+        title=f"{bench.n_tokens} tokens and {N_NEXT} more, {bench.kernel_path}, {' '.join(bench.flags[:2])[2:]}, "
+        f"medians of {rounds}",
     )  # fmt: skip
-    for (name, disk), line in bench.lines.items():
-        restore_s, first_s = middle(line.restore_s), middle(line.first_token_s)
+    for (kind, disk), line in bench.lines.items():
         table.add_row(
-            name, disk, f"{line.n_bytes / 1e6:.1f} MB", f"{restore_s:.3f}", f"{first_s:.3f}", f"{recompute_s:.2f}",
-            f"{recompute_s * bench.n_tokens / len(bench.ids) / restore_s:.1f}", f"{recompute_s / first_s:.1f}",
-        )  # fmt: skip
-    Console(width=130).print(table)
-    print(f"of which the {N_NEXT} new tokens take {middle(bench.next_s):.3f} s, from memory as well")
-    print("asked: 13.1 on the first token; llama.cpp's slot restore gives 12.5 in the same experiment")
+            kind,
+            disk,
+            f"{line.n_bytes / 1e6:.1f}",
+            f"{median(a.prefix.restore_seconds for a in line.resumed):.3f}",
+            f"{median(a.first_s for a in line.resumed):.3f}",
+            f"{median(a.first_s for a in line.computed):.2f}",
+            f"{line.prefill_ratio:.1f}",
+            f"{line.wall_ratio:.1f}",
+        )
+    return table
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8000])
+    parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; default: the current one")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory or Path.cwd()) as folder:
-        bench = Bench(Path(folder), arguments.tokens, arguments.threads)
-        for _ in range(arguments.rounds):
-            sequence, logits = bench.recompute()
-            sequence.release()
-            assert logits.tobytes() == bench.logits.tobytes()
-            for name in STORES:
-                for disk in DISKS:
-                    bench.resume(name, disk)
-        print_table(bench, arguments.rounds)
-        bench.engine.close()
+    console = Console(width=120)
+    for n_tokens in arguments.tokens:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory or Path.cwd())))
+            throttle = stack.enter_context(throttle_of(folder))
+            bench = Bench(folder, arguments.model, n_tokens, arguments.threads, throttle)
+            for _ in range(arguments.rounds):
+                for kind in arguments.stores:
+                    bench.measure(kind)
+            console.print(table_of(bench))
+            if throttle is None:
+                console.print("no slow disks: that takes root, and the blkio controller of cgroups")
+    console.print("asked: 13.1 on the first token; llama.cpp's slot restore gives 12.5 in the same experiment")
 
 
 if __name__ == "__main__":

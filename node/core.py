@@ -82,6 +82,11 @@ class NodeCore:
             self.memory.drop(wrong)
 
     @property
+    def is_auditing(self) -> bool:
+        """Whether ``audit`` has begun what it should go on with, as long as nothing else is to be done."""
+        return self._audit is not None and self._audit.is_looking
+
+    @property
     def has_work(self) -> bool:
         """Whether a step may get somewhere."""
         return self._scheduler.n_running + self._scheduler.n_queued > 0
@@ -134,6 +139,8 @@ class NodeCore:
 
     def begin(self, turn: Turn) -> None:
         """Find the turn's rows and run it."""
+        if self._audit is not None:
+            self._audit.abandon()
         for run in self._runs_of(turn.session_id):
             self.stop(run.turn.run_id, StaleEpoch(f"session {turn.session_id} went on at epoch {turn.epoch}"))
         logits = self.memory.ends.find(turn.token_ids, turn.images, turn.namespace)

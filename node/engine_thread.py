@@ -126,7 +126,9 @@ class EngineThread:
     def _wait_seconds(self) -> float:
         if self._core.has_work:
             return 0.0 if self._progressed else STUCK_WAIT_SECONDS
-        return RESTORE_WAIT_SECONDS if self._core.waits_for_rows else IDLE_WAIT_SECONDS
+        if self._core.waits_for_rows:
+            return RESTORE_WAIT_SECONDS
+        return 0.0 if self._core.is_auditing else IDLE_WAIT_SECONDS
 
     def _handle(self, command: Command) -> None:
         match command:

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvferry.engine.kv_cache import KvGeometry, KvPool, KvSequence
-from kvferry.node.audit import RestoreAudit
+from kvferry.node.audit import PIECE_ROWS, RestoreAudit
 from kvferry.node.sessions import Resident, ResidentSessions
 from kvferry.store import vlkv
 
@@ -58,6 +58,8 @@ class Kit:
         for _ in range(n_times):
             self.now += 10.0
             wrong = self.audit.look(self.sessions)
+            while self.audit.is_looking:
+                wrong = self.audit.look(self.sessions)
             if wrong is not None:
                 found.append(wrong)
         return found
@@ -68,7 +70,7 @@ def test_good_rows_are_computed_again_block_by_block_and_nothing_is_said() -> No
     kit.restored("a", 100, 100)
     n_free = kit.pool.n_free_blocks
     assert kit.look(40) == []
-    assert set(kit.computed) == {(0, 32), (32, 32), (64, 32)}
+    assert {at for at, _ in kit.computed} == set(range(0, 96, PIECE_ROWS))
     assert (kit.audit.n_audited, kit.audit.n_wrong) == (40, 0)
     assert kit.pool.n_free_blocks == n_free
 
@@ -89,7 +91,7 @@ def test_only_rows_that_were_restored_are_looked_at() -> None:
     kit = Kit()
     kit.restored("a", 200, 70)
     kit.look(30)
-    assert set(kit.computed) == {(0, 32), (32, 32)}
+    assert {at for at, _ in kit.computed} == set(range(0, 64, PIECE_ROWS))
 
 
 def test_it_waits_between_two_looks() -> None:
@@ -99,6 +101,31 @@ def test_it_waits_between_two_looks() -> None:
         kit.now += 1.0
         kit.audit.look(kit.sessions)
     assert kit.audit.n_audited == 10
+
+
+def test_a_turn_that_comes_waits_for_a_few_rows_at_most() -> None:
+    kit = Kit()
+    kit.restored("a", 64, 64)
+    n_free = kit.pool.n_free_blocks
+    kit.now += 10.0
+    assert kit.audit.look(kit.sessions) is None
+    assert kit.audit.is_looking
+    assert [n for _, n in kit.computed] == [PIECE_ROWS]
+    kit.audit.abandon()  # what the turn's begin does
+    assert not kit.audit.is_looking
+    assert kit.pool.n_free_blocks == n_free
+
+
+def test_a_session_that_is_dropped_meanwhile_is_left_alone() -> None:
+    kit = Kit()
+    resident = kit.restored("a", 64, 64)
+    kit.now += 10.0
+    kit.audit.look(kit.sessions)
+    kit.sessions.take("a")
+    resident.sequence.release()
+    assert kit.audit.look(kit.sessions) is None
+    assert not kit.audit.is_looking
+    assert kit.pool.n_free_blocks == 32
 
 
 def test_without_memory_it_leaves_the_turns_alone() -> None:
