@@ -256,8 +256,9 @@ class NodeCore:
         run.n_shared = output.n_shared
         if not run.new_tokens and (output.token is not None or output.finish is not None):
             self._post(run.turn, run.prefix(now, is_computed=output.token is not None))
-        if output.logits is not None:
-            self._remember_end(run, output.logits)
+        if output.logits is not None:  # the same prompt, asked again, needs no forward pass before its first token
+            self.totals.prompts_covered += run.logits is output.logits
+            self.memory.ends.remember(run.turn.token_ids, run.images, output.logits, run.namespace)
         if output.token is not None:
             if run.seen is not None and not run.new_tokens:
                 run.seen.forget_features()
@@ -268,11 +269,6 @@ class NodeCore:
         elif output.finish is not None:
             self._post(run.turn, Finished(output.finish))
         return run if output.finish is not None or output.error is not None else None
-
-    def _remember_end(self, run: Run, logits: NDArray[np.float32]) -> None:
-        """The same prompt, asked again, needs no forward pass before its first token."""
-        self.totals.prompts_covered += run.logits is logits
-        self.memory.ends.remember(run.turn.token_ids, run.images, logits, run.namespace)
 
     # Restores.
 

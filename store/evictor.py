@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 # A plan is made again when a victim was pinned after it was chosen; each round needs another such coincidence.
 _MAX_PLANS = 8
 
+# A node computes what it could not read within 30 s, so nobody reads a file for longer that was marked before.
+READ_LEASE_S = 35
+
 
 class Evictor:
     """Carries out what space.plan_room decides. Any thread may pin; ``make_room`` waits for the disk."""
@@ -68,8 +71,7 @@ class Evictor:
             with self._lock:
                 protected = set(self._pins)
             survey = self._survey(now_ns)
-            standing = self._catalog.standing()
-            plan = plan_room(survey, self.budget, shortage_bytes, protected, now_ns - self._trash_grace_ns, standing)
+            plan = self._plan(survey, shortage_bytes, protected, now_ns)
             if plan is None:
                 break
             gone = self._carry_out(plan)
@@ -81,6 +83,17 @@ class Evictor:
             op="make room",
             path=wanted_for,
         )
+
+    def _plan(self, survey: Survey, shortage_bytes: int, pinned: set[str], now_ns: int) -> RoomPlan | None:
+        """Without what other nodes may be reading at this moment, if that is enough. They mark it as used before they
+        open it, as long as a turn waits for it at most; their pins are known to nobody else."""
+        standing = self._catalog.standing()
+        in_use = {entry.name for entry in survey.snapshots if entry.at_ns > now_ns - READ_LEASE_S * NS_PER_S}
+        plans = (
+            plan_room(survey, self.budget, shortage_bytes, spared, now_ns - self._trash_grace_ns, standing)
+            for spared in (pinned | in_use, pinned)
+        )
+        return next((plan for plan in plans if plan is not None), None)
 
     def _survey(self, now_ns: int) -> Survey:
         """The whole store: this model's folder, and its neighbours' entries as FOLDER/NAME.

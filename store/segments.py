@@ -236,8 +236,10 @@ class SegmentShelf:
         tried_again = False
         while chain:
             try:
-                with self.evictor.pin(*(segment.name for segment, _ in chain)), self._open(chain) as reader:
-                    n_good, damages = reader.restore(chain[-1][1], as_sink(self.kind, sink), as_tiles(sink))
+                with self.evictor.pin(*(segment.name for segment, _ in chain)):
+                    self._touch(chain)  # before it is read: other nodes spare what is marked (evictor.py)
+                    with self._open(chain) as reader:
+                        n_good, damages = reader.restore(chain[-1][1], as_sink(self.kind, sink), as_tiles(sink))
             except SnapshotGone as gone:
                 error = gone
                 if not tried_again:  # ESTALE may only mean that our handle is old
@@ -253,7 +255,6 @@ class SegmentShelf:
                     self.set_aside(damage.name, refusal)
                     error = refusal
                 if n_good:
-                    self._touch(chain)
                     return n_good
                 break
             chain = _before(chain, Path(error.path).name)

@@ -139,6 +139,7 @@ class SnapshotStore:
             kind=self._segments.kind,
             vocab_size=vocab_size,
             trusted_uids=trusted_uids,
+            read_only=read_only,
             pin=self.pin,
         )
 
@@ -266,8 +267,6 @@ class SnapshotStore:
             else:
                 self._files.restore(match, n_rows, sink)
                 n_good = n_rows
-                if not self._read_only:
-                    self._directory.touch(match.name)
         except Exception:
             self._counts.add(n_failed_restores=1)
             raise

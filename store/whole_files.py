@@ -38,12 +38,15 @@ class WholeFiles:
     kind: Kind
     vocab_size: int
     trusted_uids: frozenset[int] | None
+    read_only: bool
     pin: Callable[[str], Any]
 
     def restore(self, match: Match, n_rows: int, sink: Any) -> None:
         """Raises SnapshotRejected, SnapshotGone, StoreUnavailable."""
         try:
             with self.pin(match.name):
+                if not self.read_only:
+                    self.directory.touch(match.name)  # before it is read: other nodes spare what is marked
                 try:
                     self._read(match, n_rows, sink)
                 except SnapshotGone:  # ESTALE may only mean that our handle is old: ask for the name once more

@@ -2,7 +2,7 @@
 
 What happens is said by the file that KVFERRY_TEST_SABOTAGE names, word by word, for as long as it says so:
 `restore`, `publish`, `reap` (a store call does not return, as on a hung NFS mount), `hang` (the engine's step does not
-return), `fail` (it raises).
+return), `fail` (it raises), `fsync:28` (that call of the store's file system fails with that error number).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 
 from kvferry.client.cli import main
 from kvferry.engine.engine import Engine
+from kvferry.store.fs import FileSystem, PosixFileSystem
 from kvferry.store.snapshot_store import SnapshotStore
 
+FILE_SYSTEM_CALLS = sorted(name for name in vars(FileSystem) if not name.startswith("_") and name != "will_read")
 ORDERS = Path(os.environ["KVFERRY_TEST_SABOTAGE"])
 
 
@@ -44,6 +46,27 @@ def sabotaged(real: Callable[..., Any], blocked_by: str, failed_by: str) -> Call
 for name in ("restore_usable", "publish", "reap"):
     order = name.partition("_")[0]
     setattr(SnapshotStore, name, sabotaged(getattr(SnapshotStore, name), order, "never"))
+
+
+def refusing(call: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of the operating system that fails on command."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        try:
+            orders = ORDERS.read_text().split()
+        except FileNotFoundError:
+            orders = []
+        for order in orders:
+            if order.startswith(f"{call}:"):
+                number = int(order.rpartition(":")[2])
+                raise OSError(number, os.strerror(number))
+        return real(*args, **kwargs)
+
+    return method
+
+
+for name in FILE_SYSTEM_CALLS:
+    setattr(PosixFileSystem, name, refusing(name, getattr(PosixFileSystem, name)))
 Engine.forward = sabotaged(Engine.forward, "hang", "fail")  # type: ignore[method-assign]
 
 main()

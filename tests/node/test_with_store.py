@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from kvferry.proto.v1 import common_pb2, worker_pb2
 from kvferry.store import vlkv3
+from kvferry.store.fs import FileSystem
 
 from .running_node import SABOTAGED, Answer, RunningNode, error_of, node_command, running_node
 
@@ -267,6 +269,31 @@ def test_a_store_whose_calls_hang_costs_no_answer(
     stored.orders.unlink()
     stored.wait_for("load.store_ok", seconds=5)
     stored.wait_for(f"load.snapshots_published > {n_before}")
+
+
+FILE_SYSTEM_CALLS = sorted(name for name in vars(FileSystem) if not name.startswith("_") and name != "will_read")
+ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
+def test_no_error_of_any_call_of_the_disk_fails_a_turn(
+    stored: RunningNode, store_of: Path, prompts: Prompts, own: Own, session: str
+) -> None:
+    """Each turn would read a snapshot and write one; the errors alternate, so that all meet several calls."""
+    prompt = own(prompts["multi"])
+    expected = stored.run_turn(prompt, session=session, max_tokens=24, end_token_ids=[]).tokens
+    save(stored, session)
+    for number, call in enumerate(FILE_SYSTEM_CALLS * 2):
+        stored.drop(session)
+        stored.orders.write_text(f"{call}:{ERRORS[(number + number // len(FILE_SYSTEM_CALLS)) % len(ERRORS)]}")
+        asked = [number, *prompt] if number % 2 else prompt  # one that there is nothing of, and one to be restored
+        answer = stored.run_turn(asked, session=session, max_tokens=24, end_token_ids=[])
+        assert len(answer.tokens) == 24
+        assert number % 2 or answer.tokens == expected, call
+    stored.orders.unlink()
+    stored.wait_for("load.store_ok", seconds=5)
+    assert not [path for path in store_of.glob("*.tmp") if path.stat().st_mtime < time.time() - 5]
+    stored.drop(session)
+    assert stored.run_turn(prompt, session=session, max_tokens=1).sources[1] >= len(prompt) - 1
 
 
 def test_a_restore_never_waits_behind_a_publish(stored: RunningNode, prompts: Prompts, own: Own, session: str) -> None:

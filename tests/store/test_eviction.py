@@ -19,6 +19,7 @@ import pytest
 from kvferry.store import vlkv
 from kvferry.store.errors import SnapshotGone, StoreFull, StoreMisuse
 from kvferry.store.faults import Fault, FaultyFileSystem
+from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.snapshot_store import SnapshotStore
@@ -400,3 +401,33 @@ def test_what_else_lies_in_the_root_is_nobodys_to_count_or_to_remove(make_store,
     mine = _publish(store, 0)
     assert _names(store) == {mine}
     assert all((tmp_path / name / "file").exists() for name in ("lost+found", "Backups", "notes"))
+
+
+class ReadHook(PosixFileSystem):
+    """Does something else in the middle of the first read."""
+
+    def __init__(self) -> None:
+        self.meanwhile = lambda: None
+
+    def preadv(self, fd, buffers, offset) -> int:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        return super().preadv(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_node_does_not_evict_what_is_being_read_while_anything_else_will_do(make_store, version) -> None:
+    writer = make_store("node-1", max_files=3, version=version)
+    names = [_publish(writer, number, used_at_s=100 + number) for number in (0, 100, 200)]
+    hook = ReadHook()
+    reader = make_store("node-2", max_files=3, version=version, fs=hook)
+    reader.refresh()
+    hook.meanwhile = lambda: _publish(writer, 300)
+    match = reader.find(_ids(0))
+    assert match is not None
+    rows = MemoryRows.empty(reader.geometry, N)
+    reader.restore(match, N, rows)
+    assert rows.k.tobytes() == np.zeros_like(rows.k).tobytes()
+    assert names[0] in _names(writer)  # the least recently used until it was read
+    assert names[1] not in _names(writer)
+    assert reader.find(_ids(0)) is not None
