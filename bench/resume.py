@@ -82,13 +82,14 @@ class Bench:
         for disk, bytes_per_s in DISKS.items():
             if bytes_per_s and self.throttle is None:
                 continue
-            line = self.lines.setdefault((kind, disk), Line(sum(map(_n_bytes, store.rglob("*.kv")))))
+            line = self.lines.setdefault((kind, disk), Line())
             with node_process(self.folder, self.model, *flags, *NEVER_SAVES) as node:
                 if disk != "warm":
                     forget(store)
                 if bytes_per_s and self.throttle is not None:
                     self.throttle.put(node.process.pid, bytes_per_s, max(store.rglob("*.kv"), key=_n_bytes))
                 resumed = node.run_turn("resumed", session, 1)
+                line.n_bytes = node.status().load.store.bytes_restored
                 node.drop("resumed")
                 computed = node.run_turn("computed", session, 1, recompute=True)
             if resumed.tokens != computed.tokens or resumed.prefix.n_restored != self.n_tokens - 1:
