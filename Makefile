@@ -90,6 +90,7 @@ bench-saving: $(VENV)/.runtime ## what a growing chat writes, and what saving ma
 bench-coordinator: $(VENV)/.runtime ## routing beside other rules, what the coordinator adds to a stream, the LCP index
 	$(BIN)/kvferry models fetch smollm2-135m
 	$(BIN)/python -m kvferry.bench.routing
+	$(BIN)/python -m kvferry.bench.routing_real
 	$(BIN)/python -m kvferry.bench.coordinator
 	$(BIN)/python -m kvferry.bench.lcp_index
 
