@@ -149,9 +149,8 @@ class Node:
             self._membership_task = asyncio.create_task(self._memberships.run())
             self._membership_task.add_done_callback(self._on_membership_end)
         if self._config.ready_file is not None:
-            _tell_ready(
-                self._config.ready_file, self._address, node_id=self._config.node_id, metrics=self._exposition.address
-            )
+            where = {"metrics": self._exposition.address} if self._exposition.address else {}
+            _tell_ready(self._config.ready_file, self._address, node_id=self._config.node_id, **where)
         log.info("node %s serves at %s (%s)", self._config.node_id, self._address, serving.identity.kernel_path)
 
     async def _until_stopped(self, task: asyncio.Future[T]) -> T | None:
