@@ -165,11 +165,12 @@ async def measure(coordinator: str, worker: str, pid: int, n_streams: int, n_idl
         began = time.perf_counter()
         found = await asyncio.gather(*(crowd(chat, name, n_tokens=300) for name in sessions))
         took = time.perf_counter() - began
-        n_tokens = sum(found)
+        n_tokens = sum(n for _, n in found)
         used = process.cpu_times().user + process.cpu_times().system - cpu
         click.echo(
             f"{n_streams} streams beside {n_idle} idle sessions: {n_tokens / took:.0f} tokens/s; the coordinator's own "
             f"CPU time is enough for {n_tokens / used:.0f} tokens/s on one core; "
+            f"first tokens after {statistics.median(first for first, _ in found) * 1e3:.0f} ms at the median; "
             f"memory {before / 1e6:.0f} to {process.memory_info().rss / 1e6:.0f} MB"
         )
 
@@ -197,8 +198,10 @@ async def soak(coordinator: str, pid: int, n_streams: int, minutes: float) -> No
         await asking
 
 
-async def crowd(chat: Any, name: str, n_tokens: int) -> int:
-    return (await spans_of(await through(chat, name, n_tokens, 0), lambda m: int(m.event.HasField("token"))))[2]
+async def crowd(chat: Any, name: str, n_tokens: int) -> tuple[float, int]:
+    """Seconds to the first of as many tokens as come at once, and how many came."""
+    first, _, n = await spans_of(await through(chat, name, n_tokens, 0), lambda m: int(m.event.HasField("token")))
+    return first, n
 
 
 def commit_ms(folder: Path) -> float:
