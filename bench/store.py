@@ -1,8 +1,9 @@
 """The store beside dd, in one run: how fast it saves and restores, what verification costs, how much memory it takes.
 
-`python -m kvferry.bench.store [--tokens N] [--rounds N] [--directory DIR]`. Rates are medians of interleaved rounds;
-judge the ratios, since everything in a round meets the same disk and the same neighbours. Rows lie in memory that has
-been touched before, as a node's do after its first sessions.
+`python -m kvferry.bench.store [--tokens N] [--rounds N] [--formats v1,v3-f32,...] [--directory DIR]`. Rows are saved
+from the engine's own cache and restored into it, as a node does. Rates are medians of interleaved rounds, and dd's are
+its own figures; judge the ratios, since everything in a round meets the same disk and the same neighbours. The cache's
+memory has been touched before, as a node's has after its first sessions.
 """
 
 from __future__ import annotations
@@ -13,48 +14,58 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from kvferry.store.chain_reader import ChainReader, Part
-from kvferry.store.fs import PosixFileSystem
+from kvferry.engine.kv_cache import KvGeometry as CacheGeometry
+from kvferry.engine.kv_cache import KvKind, KvPool, KvSequence
+from kvferry.node.sequence_rows import SequenceRows
 from kvferry.store.geometry import KvGeometry
-from kvferry.store.memory_rows import MemoryRows
-from kvferry.store.payload import F32Rows, Kind
-from kvferry.store.q8 import Q8Rows, quantise
-from kvferry.store.segment_file import Terms, open_segment
+from kvferry.store.payload import Kind
 from kvferry.store.snapshot_store import SnapshotStore
 
-GEOMETRY = KvGeometry(30, 3, 64)  # SmolLM2-135M: 46,080 bytes a token
-VOCAB = 1 << 20
+N_LAYERS, N_KV_HEADS, HEAD_DIM = 30, 3, 64  # SmolLM2-135M: 46,080 bytes a token in float32
+GEOMETRY = KvGeometry(N_LAYERS, N_KV_HEADS, HEAD_DIM)
+VOCAB: Final = 1 << 20
+SAMPLE_SECONDS: Final = 0.001
 
 
-class Pool(MemoryRows):
-    """Rows in tiles, as the engine's cache holds them; blocks in part as rows."""
+class Format(NamedTuple):
+    """What is written, and by what kind of cache."""
 
-    def __init__(self, n_tokens: int) -> None:
-        shape = (GEOMETRY.n_layers, n_tokens, GEOMETRY.kv_dim)
-        super().__init__(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
-        self.tiles = np.zeros((-(-n_tokens // 32), GEOMETRY.n_layers, 2 * GEOMETRY.kv_dim * 32), np.float32)
-        self.tiles[:] = 1
-
-    def fill(self, seed: int) -> Pool:
-        """Rows that no file system can compress."""
-        self.tiles[:] = np.random.default_rng(seed).standard_normal(self.tiles.shape, np.float32)
-        return self
-
-    def tile_buffers(self, layer: int, first_block: int, n_blocks: int) -> list[memoryview]:
-        """The blocks' memory."""
-        return [self.tiles[b, layer].view(np.uint8).data for b in range(first_block, first_block + n_blocks)]
+    version: Literal[1, 3]
+    cache: KvKind
+    kind: Kind
 
 
-def dd(*arguments: str) -> None:
-    """Copies as fast as the disk and the page cache let it."""
-    subprocess.run(["dd", "bs=1M", "status=none", *arguments], check=True)
+FORMATS = {
+    "v1": Format(1, KvKind.F32, Kind.F32),
+    "v3-f32": Format(3, KvKind.F32, Kind.F32),
+    "v3-f16": Format(3, KvKind.F16, Kind.F16),
+    "v3-q8": Format(3, KvKind.Q8, Kind.Q8),
+}
+
+
+class Believing(SequenceRows):
+    """Takes every block for good: what is left when verification costs nothing."""
+
+    def read_tiles_in_place(
+        self, fd: int, offset: int, layer: int, first_block: int, n_blocks: int, digests: memoryview
+    ) -> bool:
+        return super().read_tiles_in_place(fd, offset, layer, first_block, n_blocks, digests[:0])
+
+
+def dd(*arguments: str) -> float:
+    """Copies as fast as the disk and the page cache let it; the seconds that it says it took."""
+    done = subprocess.run(
+        ["dd", "bs=1M", *arguments], check=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
+    )
+    return float(done.stderr.splitlines()[-1].split(", ")[-2].removesuffix(" s"))
 
 
 def forget(path: Path) -> None:
@@ -73,118 +84,160 @@ def timed(action: Callable[[], object]) -> float:
 
 
 class Bench:
-    """One directory, one sequence, one pool."""
+    """One directory, one format, one sequence in a cache that holds two."""
 
-    def __init__(self, directory: Path, n_tokens: int) -> None:
+    def __init__(self, directory: Path, form: Format, n_tokens: int) -> None:
         self.directory = directory
+        self.form = form
         self.ids = np.arange(1, n_tokens + 1, dtype=np.int32)
-        self.source = Pool(n_tokens).fill(1)
-        self.target = Pool(n_tokens)
-        self.fs = PosixFileSystem()
+        geometry = CacheGeometry(N_LAYERS, N_KV_HEADS, HEAD_DIM, kind=form.cache)
+        self.pool = KvPool(geometry, geometry.block_bytes * 2 * -(-n_tokens // geometry.block_size))
+        self.pool.tiles.view(np.uint8)[:] = 1
+        self.source = KvSequence(self.pool)
+        self.fill()
         self.seconds: dict[str, list[float]] = {}
         self.n_saves = 0
 
-    def measure(self, name: str, action: Callable[[], object]) -> None:
+    def fill(self) -> None:
+        """Rows that no file system can compress."""
+        random, step = np.random.default_rng(1), 32
+        for start in range(0, len(self.ids), step):
+            for layer in range(N_LAYERS):
+                planes = self.pool.geometry.empty_planes(min(step, len(self.ids) - start))
+                for plane in planes:
+                    plane[:] = (
+                        random.integers(-127, 128, plane.shape)
+                        if plane.dtype == np.int8
+                        else random.random(plane.shape, np.float32)
+                    )
+                self.source.write_planes(layer, start, planes)
+        self.source.commit(len(self.ids))
+
+    def measure(self, name: str, seconds: float) -> None:
         """Adds a round's figure."""
-        self.seconds.setdefault(name, []).append(timed(action))
+        self.seconds.setdefault(name, []).append(seconds)
+
+    def store(self, name: str) -> SnapshotStore:
+        """A store of its own for each name."""
+        return SnapshotStore(
+            self.directory / name,
+            "bench",
+            GEOMETRY,
+            VOCAB,
+            1 << 40,
+            100,
+            "bench",
+            version=self.form.version,
+            kind=self.form.kind,
+        )
 
     def save(self) -> Path:
-        """One whole sequence as a segment, in a store of its own."""
+        """One whole sequence."""
         self.n_saves += 1
-        store = SnapshotStore(
-            self.directory / str(self.n_saves), "bench", GEOMETRY, VOCAB, 1 << 40, 100, "bench", version=3
-        )
-        return store.path / store.publish(self.ids, self.source).name
+        store = self.store(str(self.n_saves))
+        return store.path / store.publish(self.ids, SequenceRows(self.pool, self.source)).name
 
-    def restore(self, path: Path, *, verify: bool = True) -> None:
-        """All rows, into the target's tiles."""
-        with open_segment(self.fs, path, Terms(GEOMETRY, Kind.F32)) as file:
-            file.verify = verify
-            reader = ChainReader([Part(file, 0, len(self.ids))], GEOMETRY, Kind.F32)
-            n_good, damages = reader.restore(len(self.ids), F32Rows(sink=self.target), self.target)
-            assert n_good == len(self.ids)
-            assert not damages
+    def restore(self, store: SnapshotStore, rows: type[SequenceRows] = SequenceRows, *, compare: bool = False) -> None:
+        """All rows, into a new sequence, as a node does."""
+        match = store.find(self.ids)
+        assert match is not None
+        sequence = KvSequence(self.pool)
+        n_good = store.restore_usable(match, len(self.ids), rows(self.pool, sequence, len(self.ids)))
+        assert n_good == len(self.ids)
+        sequence.commit(n_good)
+        if compare:
+            tiles = self.pool.tiles.view(np.uint8)
+            for mine, other in zip(sequence.block_table, self.source.block_table, strict=True):
+                assert np.array_equal(tiles[mine], tiles[other])
+        sequence.release()
 
     def run(self, rounds: int) -> Path:
         """Interleaved: each round does everything once."""
         path = self.save()
+        store = self.store("1")
+        store.refresh()
+        self.restore(store, compare=True)
+        actions = {
+            "dd": lambda: dd(f"if={path}", "of=/dev/null"),
+            "restore": lambda: timed(lambda: self.restore(store)),
+            "restore, not verified": lambda: timed(lambda: self.restore(store, Believing)),
+        }
         copy = self.directory / "dd"
         for _ in range(rounds):
-            self.measure("dd conv=fsync", lambda: dd(f"if={path}", f"of={copy}", "conv=fsync"))
+            self.measure("dd conv=fsync", dd(f"if={path}", f"of={copy}", "conv=fsync"))
             copy.unlink()
-            self.measure("save", self.save)
+            self.measure("save", timed(self.save))
             shutil.rmtree(self.directory / str(self.n_saves))
             for temperature in ("cold", "warm"):
-                for name, action in (
-                    ("dd", lambda: dd(f"if={path}", "of=/dev/null")),
-                    ("restore", lambda: self.restore(path)),
-                    ("restore, not verified", lambda: self.restore(path, verify=False)),
-                ):
+                for name, action in actions.items():
                     if temperature == "cold":
                         forget(path)
-                    self.measure(f"{temperature} {name}", action)
-        assert self.target.tiles.tobytes() == self.source.tiles.tobytes()
+                    self.measure(f"{temperature} {name}", action())
         return path
 
 
 def peak_memory(action: Callable[[], object]) -> int:
-    """Bytes that an action takes at most beside what was there; Python's and numpy's."""
-    tracemalloc.start()
-    action()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak
+    """Bytes by which the process's anonymous memory grew at most, sampled while an action runs."""
+    done = threading.Event()
+    before = most = anonymous_bytes()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(SAMPLE_SECONDS):
+            most = max(most, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        action()
+    finally:
+        done.set()
+        watcher.join()
+    return most - before
 
 
-def sizes(n_tokens: int) -> dict[str, int]:
-    """Bytes of the same rows by version and kind."""
-    with tempfile.TemporaryDirectory() as folder:
-        n = min(n_tokens, 256)
-        k = np.random.default_rng(2).standard_normal((GEOMETRY.n_layers, n, GEOMETRY.kv_dim), np.float32)
-        (kq, ks), (vq, vs) = quantise(k, GEOMETRY.n_kv_heads), quantise(-k, GEOMETRY.n_kv_heads)
-        found = {}
-        for name, options, rows in (
-            ("v1", {"version": 1}, MemoryRows(k, -k)),
-            ("v3 f32", {"version": 3}, MemoryRows(k, -k)),
-            ("v3 q8", {"version": 3, "kind": Kind.Q8}, Q8Rows(kq, vq, ks, vs)),
-        ):
-            store = SnapshotStore(Path(folder), name.replace(" ", ""), GEOMETRY, VOCAB, 1 << 40, 100, "b", **options)  # type: ignore[arg-type]  # options of different types
-            found[name] = store.publish(np.arange(1, n + 1), rows).n_bytes * n_tokens // n
-        return found
+def anonymous_bytes() -> int:
+    """The process's own pages, files' not among them."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise OSError("the system does not tell RssAnon")
+
+
+def report(name: str, bench: Bench, path: Path) -> None:
+    """Prints what was measured and how it compares."""
+    n_bytes = path.stat().st_size
+    print(f"{name}: {len(bench.ids)} tokens, {n_bytes / 1e6:.1f} MB; median of rounds [best, least disturbed]")
+    medians = {what: statistics.median(seconds) for what, seconds in bench.seconds.items()}
+    best = {what: min(seconds) for what, seconds in bench.seconds.items()}
+    for what, seconds in medians.items():
+        print(f"  {what:28} {seconds:7.4f} s {n_bytes / seconds / 1e6:7.0f} [{n_bytes / best[what] / 1e6:.0f}] MB/s")
+    for what, beside, by in (
+        ("save / dd conv=fsync", "dd conv=fsync", "save"),
+        ("cold restore / dd", "cold dd", "cold restore"),
+        ("warm restore / dd", "warm dd", "warm restore"),
+    ):
+        print(f"  {what:28} {medians[beside] / medians[by]:.2f} [{best[beside] / best[by]:.2f}]   (>= 0.85)")
+    cost, least = (t["warm restore"] / t["warm restore, not verified"] - 1 for t in (medians, best))
+    print(f"  {'verification, warm':28} {cost:+.1%} [{least:+.1%}]   (<= 10 %)")
+    store = bench.store("1")
+    store.refresh()
+    for what, action in (("save", bench.save), ("restore", lambda: bench.restore(store))):
+        print(f"  peak extra memory, {what:9} {peak_memory(action) / 2**20:.1f} MiB   (<= 64)")
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints a table for each format."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--formats", default=",".join(FORMATS), help="of " + ", ".join(FORMATS))
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; default: the current one")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory or Path.cwd()) as folder:
-        bench = Bench(Path(folder), arguments.tokens)
-        path = bench.run(arguments.rounds)
-        n_bytes = path.stat().st_size
-        medians = {name: statistics.median(seconds) for name, seconds in bench.seconds.items()}
-        print(f"{arguments.tokens} tokens, {n_bytes / 1e6:.1f} MB, median of {arguments.rounds} rounds")
-        for name, seconds in medians.items():
-            print(f"  {name:32} {seconds:8.3f} s {n_bytes / seconds / 1e6:9.0f} MB/s")
-        best = {name: min(seconds) for name, seconds in bench.seconds.items()}
-        print("in brackets: of the best rounds, which neighbours disturbed least")
-        ratio, least = (figures["dd conv=fsync"] / figures["save"] for figures in (medians, best))
-        print(f"save / dd conv=fsync      {ratio:.2f} [{least:.2f}]   (>= 0.85)")
-        for temperature in ("cold", "warm"):
-            ratio = medians[f"{temperature} dd"] / medians[f"{temperature} restore"]
-            least = best[f"{temperature} dd"] / best[f"{temperature} restore"]
-            print(f"{temperature} restore / dd         {ratio:.2f} [{least:.2f}]   (>= 0.85)")
-        cost = medians["warm restore"] / medians["warm restore, not verified"] - 1
-        least = best["warm restore"] / best["warm restore, not verified"] - 1
-        print(f"verification, warm        {cost:+.1%} [{least:+.1%}] of the restore   (<= 10 %)")
-        for name, action in (
-            ("save", lambda: shutil.rmtree(bench.save().parent)),
-            ("restore", lambda: bench.restore(path)),
-        ):
-            print(f"peak extra memory, {name:8} {peak_memory(action) / 2**20:.1f} MiB   (<= 64)")
-        print("bytes: " + ", ".join(f"{name} {n / 1e6:.1f} MB" for name, n in sizes(arguments.tokens).items()))
+    for name in arguments.formats.split(","):
+        with tempfile.TemporaryDirectory(dir=arguments.directory or Path.cwd()) as folder:
+            bench = Bench(Path(folder), FORMATS[name], arguments.tokens)
+            report(name, bench, bench.run(arguments.rounds))
 
 
 if __name__ == "__main__":

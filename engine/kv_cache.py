@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.errors import OutOfKvMemory
+from kvferry.engine.kernels.kv_copy import rows_to_tiles, tiles_to_rows
 from kvferry.engine.kernels.layout import KV_BLOCK, KV_F16, KV_F32, KV_Q8, kv_tile_bytes
 from kvferry.engine.memory import huge_empty
 
@@ -96,10 +97,17 @@ class KvPool:
             body = body.view(geometry.kind.dtype)
         # K tile: [head_dim, 32]; V tile: [32, head_dim] (kernels/layout.py)
         self.tiles: Final[NDArray[Any]] = body.reshape(self.n_blocks, geometry.n_layers, 2, geometry.n_kv_heads, -1)
+        self.bits: Final[NDArray[Any]] = self.bits_of(self.tiles)
+        self.address: Final = int(self.tiles.ctypes.data)
 
     @property
     def n_free_blocks(self) -> int:
         return len(self._free)
+
+    @staticmethod
+    def bits_of(values: NDArray[Any]) -> NDArray[Any]:
+        """Cached values as jitted code moves them: unsigned integers, whatever they stand for."""
+        return values.view(f"u{values.dtype.itemsize}")
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks, all or none. Raises OutOfKvMemory."""
@@ -200,10 +208,7 @@ class KvSequence:
         if not 0 <= start <= stop <= self._n_rows:
             raise ValueError(f"rows {start} to {stop} were asked for and {self._n_rows} are there")
         self._check_planes(planes, stop - start)
-        for first, block, slots in self._pieces(start, stop):
-            rows = slice(first - start, first - start + (slots.stop - slots.start))
-            for plane, tiles in zip(planes, self._block_planes(layer, block), strict=True):
-                plane.reshape(len(plane), *tiles.shape[1:])[rows] = tiles[slots]
+        self._copy(tiles_to_rows, layer, start, planes)
 
     def write_rows(self, layer: int, start: int, k: _F32, v: _F32) -> None:
         """Stage float32 rows from position ``start`` on: ``write_planes`` for an f32 cache, the only kind it is for."""
@@ -222,10 +227,7 @@ class KvSequence:
         n_rows = len(planes[0])
         self._check_planes(planes, n_rows)
         self.reserve(start + n_rows)
-        for first, block, slots in self._pieces(start, start + n_rows):
-            rows = slice(first - start, first - start + (slots.stop - slots.start))
-            for plane, tiles in zip(planes, self._block_planes(layer, block), strict=True):
-                tiles[slots] = plane.reshape(n_rows, *tiles.shape[1:])[rows]
+        self._copy(rows_to_tiles, layer, start, planes)
 
     def fork(self, n_rows: int) -> KvSequence:
         """A new sequence with this one's first ``n_rows`` rows; full blocks are shared, both can grow on.
@@ -303,32 +305,14 @@ class KvSequence:
         for plane, (shape, dtype) in zip(planes, shapes, strict=True):
             _check_plane(plane, shape, dtype)
 
-    def _pieces(self, start: int, stop: int) -> list[tuple[int, int, slice]]:
-        """Cut [start, stop) at block borders: (first position, block number, slots in the block)."""
-        pieces = []
-        while start < stop:
-            end = min(stop, start // KV_BLOCK * KV_BLOCK + KV_BLOCK)
-            slot = start % KV_BLOCK
-            pieces.append((start, self._blocks[start // KV_BLOCK], slice(slot, slot + end - start)))
-            start = end
-        return pieces
-
-    def _block_planes(self, layer: int, block: int) -> Planes:
-        """Views of a block by position: K, V [32, n_kv_heads, head_dim] and, for q8, their scales [32, n_kv_heads]."""
-        g = self._pool.geometry
-        tiles = self._pool.tiles[block, layer]
-        scales: Planes = ()
-        if g.kind is KvKind.Q8:
-            n_values = g.head_dim * KV_BLOCK
-            k_scales, v_scales = tiles[..., n_values:].view(np.float32)
-            scales = (k_scales.T, v_scales.T)
-            tiles = tiles[..., :n_values].view(np.int8)
-        k, v = tiles
-        return (
-            k.reshape(g.n_kv_heads, g.head_dim, KV_BLOCK).transpose(2, 0, 1),
-            v.reshape(g.n_kv_heads, KV_BLOCK, g.head_dim).transpose(1, 0, 2),
-            *scales,
-        )
+    def _copy(self, kernel: Any, layer: int, start: int, planes: Planes) -> None:
+        """Between planes and tiles, the GIL free meanwhile."""
+        if not 0 <= layer < self._pool.geometry.n_layers:
+            raise ValueError(f"there is no layer {layer} in {self._pool.geometry.n_layers}")
+        k, v = (self._pool.bits_of(plane) for plane in planes[:2])
+        scales = tuple(plane.view(np.uint8) for plane in planes[2:]) or (k.view(np.uint8), v.view(np.uint8))
+        head_dim = self._pool.geometry.head_dim
+        kernel(self._pool.bits, layer, self._table, start, k, v, scales, head_dim)
 
     def _by_head(self, rows: _F32) -> _F32:
         g = self._pool.geometry

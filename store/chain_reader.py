@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +15,14 @@ from kvferry.store.chains import Segment
 from kvferry.store.errors import SnapshotRejected
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry
-from kvferry.store.payload import Kind, Planes, PlaneSink, TileMemory, planes_of, row_bytes
+from kvferry.store.payload import Kind, Planes, PlaneSink, TileMemory, empty_planes, row_bytes
 from kvferry.store.segment_file import BlockDamagedError, SegmentFile, Terms, open_segment
+from kvferry.store.workers import work_off
 
-# Rows copied on their way to a sink without tiles; the reader's scratch has as much again.
-RUN_BYTES: Final = 2 << 20
-# Tiles asked of the sink at once: on a disk that gives 5 MB/s it still shows every second that it gets on.
-TILE_RUN_BYTES: Final = 4 << 20
-# Layers that the disk is told of before they are asked for: one for each thread, and one to be busy with.
-LAYERS_AHEAD: Final = 3
 # Below this a thread costs more than it saves.
 PARALLEL_BYTES: Final = 4 << 20
+# Linux takes at most so many buffers in one call.
+_IOV_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +34,44 @@ class Part:
     stop: int
 
 
-class _Work:
-    """Layers to restore, and what is known of the damage. Threads take layers by iterating."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows start..stop-1 of a layer that one call reads: whole blocks but at the ends of a part."""
 
-    def __init__(self, n_rows: int, n_layers: int) -> None:
-        self.n_good = n_rows
+    layer: int
+    part: Part
+    start: int
+    stop: int
+
+
+class _Good:
+    """How many rows are good in every layer read so far. Any thread."""
+
+    def __init__(self, n_rows: int) -> None:
+        self.n_rows = n_rows
         self.damages: list[BlockDamagedError] = []
-        self.failure: BaseException | None = None
-        self.stop = False
         self._lock = threading.Lock()
-        self._layers = iter(range(n_layers))
 
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        with self._lock:
-            if self.stop or not self.n_good:
-                raise StopIteration
-            return next(self._layers)
-
-    def found(self, damage: BlockDamagedError) -> None:
+    def lose(self, damage: BlockDamagedError) -> None:
         """Rows from there on are lost."""
         with self._lock:
             self.damages.append(damage)
-            self.n_good = min(self.n_good, damage.position)
+            self.n_rows = min(self.n_rows, damage.position)
 
 
 class ChainReader:
-    """Open segments, one after the other; a PlaneSource of the whole chain. Use from one thread."""
+    """Open segments, one after the other; a PlaneSource of the whole chain. Use from one thread.
 
-    def __init__(self, parts: Sequence[Part], geometry: KvGeometry, kind: Kind) -> None:
+    ``run_bytes``: what one call reads. Memory: one run to read and one to hand on, for each of two threads.
+    """
+
+    def __init__(self, parts: Sequence[Part], geometry: KvGeometry, kind: Kind, run_bytes: int) -> None:
         self.parts = parts
         self.geometry = geometry
         self.kind = kind
         block_bytes = geometry.block_size * row_bytes(kind, geometry)
-        self._rows_per_run = max(1, RUN_BYTES // block_bytes) * geometry.block_size
-        self._tiles_per_call = max(1, TILE_RUN_BYTES // block_bytes)
-        self._scratch_bytes = max(1, RUN_BYTES // block_bytes) * block_bytes
+        self._blocks_per_run = max(1, min(run_bytes // block_bytes, _IOV_MAX))
+        self._scratch_bytes = self._blocks_per_run * block_bytes
         self._scratch: memoryview | None = None
 
     def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
@@ -90,92 +86,68 @@ class ChainReader:
     def restore(self, n_rows: int, sink: PlaneSink, tiles: TileMemory | None) -> tuple[int, list[BlockDamagedError]]:
         """Hands rows to the sink, layer by layer; returns how many are good in every layer, and what was damaged.
 
-        After damage the restore goes on with the rows before it. With tiles, two threads read: one verifies and copies
-        while the other waits for the disk; the sink is then called from both, for different layers. Raises as
-        ``read_planes`` but for the damage.
+        After damage the restore goes on with the rows before it. With tiles, two threads read; the sink is then called
+        from both, for different rows. The runs are taken in the order of the file, so that the system reads ahead.
+        Raises as ``read_planes`` but for the damage.
         """
-        work = _Work(n_rows, self.geometry.n_layers)
-        self._restore_layers(work, sink, tiles, most=1)  # alone, so that the sink has all its memory when two come
+        good = _Good(n_rows)
         n_bytes = n_rows * self.geometry.n_layers * row_bytes(self.kind, self.geometry)
-        helper = None
-        if tiles is not None and n_bytes >= PARALLEL_BYTES:
-            helper = threading.Thread(
-                target=self._help, args=(work, sink, tiles), name="kvferry-restore", daemon=True
-            )  # a daemon, for the disk may hang
-            helper.start()
-        try:
-            self._restore_layers(work, sink, tiles)
-        except BaseException:
-            work.stop = True
-            raise
-        finally:
-            if helper is not None:
-                helper.join()
-        if work.failure is not None:
-            raise work.failure
-        return work.n_good, work.damages
-
-    def _help(self, work: _Work, sink: PlaneSink, tiles: TileMemory) -> None:
-        try:
-            self._restore_layers(work, sink, tiles)
-        except BaseException as error:  # noqa: BLE001 -- it is raised again by the thread that was asked
-            work.failure, work.stop = error, True
-
-    def _restore_layers(self, work: _Work, sink: PlaneSink, tiles: TileMemory | None, most: int | None = None) -> None:
-        buffers = tuple(
-            np.empty((self._rows_per_run, plane.width), plane.dtype) for plane in planes_of(self.kind, self.geometry)
+        work_off(
+            self._runs(n_rows),
+            lambda: self._worker(good, sink, tiles),
+            parallel=tiles is not None and n_bytes >= PARALLEL_BYTES,
         )
-        scratch = _uncleared(self._scratch_bytes)
-        for layer in itertools.islice(work, most):
+        return good.n_rows, good.damages
+
+    def _runs(self, n_rows: int) -> Iterator[_Run]:
+        step = self._blocks_per_run * self.geometry.block_size
+        for layer in range(self.geometry.n_layers):
             for part in self.parts:
-                part.file.will_read(layer + LAYERS_AHEAD, part.start, min(part.stop, work.n_good))
-            while n_rows := work.n_good:
+                start, stop = part.start, min(part.stop, n_rows)
+                while start < stop:
+                    end = min(stop, start // self.geometry.block_size * self.geometry.block_size + step)
+                    yield _Run(layer, part, start, end)
+                    start = end
+
+    def _worker(self, good: _Good, sink: PlaneSink, tiles: TileMemory | None) -> Callable[[_Run], None]:
+        """Restores a run, with buffers of its own."""
+        buffers = empty_planes(self.kind, self.geometry, self._blocks_per_run * self.geometry.block_size)
+        scratch = _uncleared(self._scratch_bytes)
+
+        def restore(run: _Run) -> None:
+            while (stop := min(run.stop, good.n_rows)) > run.start:
+                at = run.start
                 try:
-                    self._restore_layer(layer, n_rows, sink, tiles, buffers, scratch)
-                    break
+                    while at < stop:
+                        end = self._into_tiles(run, at, stop, tiles)
+                        if end == at:
+                            end = self._rows_end(run.part, at, stop, has_tiles=tiles is not None)
+                            planes = tuple(buffer[: end - at] for buffer in buffers)
+                            run.part.file.read_rows(run.layer, at, end, planes, scratch)
+                            sink.write_planes(run.layer, at, planes)
+                        at = end
                 except BlockDamagedError as damage:
-                    work.found(damage)
+                    good.lose(damage)
+                else:
+                    return
 
-    def _restore_layer(
-        self,
-        layer: int,
-        n_rows: int,
-        sink: PlaneSink,
-        tiles: TileMemory | None,
-        buffers: Planes,
-        scratch: memoryview,
-    ) -> None:
-        for part in self.parts:
-            at, stop = part.start, min(part.stop, n_rows)
-            while at < stop:
-                end = self._into_tiles(part, layer, at, stop, tiles)
-                if end == at:
-                    end = self._rows_end(part, at, stop, has_tiles=tiles is not None)
-                    planes = tuple(buffer[: end - at] for buffer in buffers)
-                    part.file.read_rows(layer, at, end, planes, scratch)
-                    sink.write_planes(layer, at, planes)
-                at = end
+        return restore
 
-    def _into_tiles(self, part: Part, layer: int, start: int, stop: int, tiles: TileMemory | None) -> int:
+    def _into_tiles(self, run: _Run, start: int, stop: int, tiles: TileMemory | None) -> int:
         """Reads the whole tiles from ``start`` on into the sink's memory; returns the position after them."""
-        size, extent = self.geometry.block_size, part.file.extent
-        first = start // size
-        end = min(stop // size, first + self._tiles_per_call)
+        size, extent = self.geometry.block_size, run.part.file.extent
+        first, end = start // size, stop // size
         if tiles is None or start % size or end <= first or not extent.is_tile(first):
             return start
-        buffers = tiles.tile_buffers(layer, first, end - first)
-        if buffers is None:
-            return start
-        part.file.read_tiles(layer, range(first, end), buffers)
-        return end * size
+        return end * size if run.part.file.read_tiles(run.layer, range(first, end), tiles) else start
 
     def _rows_end(self, part: Part, start: int, stop: int, *, has_tiles: bool) -> int:
-        """How far one copied run goes: with tiles in reach, only up to the next block that may be one."""
+        """How far copied rows go: with tiles in reach, only up to the next block that may be one."""
         size = self.geometry.block_size
         border = (start // size + 1) * size
         if has_tiles and start % size and border < stop and part.file.extent.is_tile(border // size):
             return border
-        return min(stop, start // size * size + self._rows_per_run, start + self._rows_per_run)
+        return stop
 
 
 def _uncleared(n_bytes: int) -> memoryview:
@@ -211,4 +183,4 @@ def open_chain(
             parts.append(Part(file, start, stop))
             start = stop
         geometry, kind = parts[0].file.extent.geometry, parts[0].file.extent.kind
-        yield ChainReader(parts, geometry, kind)
+        yield ChainReader(parts, geometry, kind, fs.read_bytes)

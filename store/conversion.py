@@ -21,7 +21,7 @@ from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.payload import Kind, Layout, MemoryPlanes, Planes, PlaneSource, fits, to_q4
 from kvferry.store.publish import TempFile, create_temp, publish, write_q8_snapshot, write_snapshot
 from kvferry.store.q8 import Q8Rows
-from kvferry.store.reader import RowBuffers, open_snapshot
+from kvferry.store.reader import open_snapshot
 from kvferry.store.seals import Seal
 from kvferry.store.segment_file import Terms
 from kvferry.store.segment_writer import SegmentWriter
@@ -125,8 +125,7 @@ def _write_whole(fs: FileSystem, source: Sequence, output: Path, unique: str, se
     def write(temp: TempFile) -> int:
         if source.kind is Kind.Q8:
             return write_q8_snapshot(temp, source.geometry, source.token_ids, token_hash, Q8Rows(*arrays.arrays))
-        rows, buffers = MemoryRows(*arrays.arrays), RowBuffers(source.geometry)
-        return write_snapshot(temp, source.geometry, source.token_ids, token_hash, rows, buffers)
+        return write_snapshot(temp, source.geometry, source.token_ids, token_hash, MemoryRows(*arrays.arrays))
 
     return _place(fs, output / vlkv.file_name(token_hash), unique, seal, write)
 

@@ -73,6 +73,12 @@ class FaultyFileSystem:
         self._max_io_bytes = max_io_bytes
         self._on_call = on_call
 
+    has_descriptors = False  # or faults would not strike
+
+    @property
+    def read_bytes(self) -> int:
+        return self._inner.read_bytes
+
     def _do(self, call: str, action: Callable[[], T]) -> T:
         self.calls.append(call)
         if self._on_call is not None:
@@ -107,9 +113,6 @@ class FaultyFileSystem:
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return self._do("preadv", lambda: self._inner.preadv(fd, self._short(buffers), offset))
-
-    def will_read(self, fd: int, offset: int, n_bytes: int) -> None:
-        self._inner.will_read(fd, offset, n_bytes)
 
     def writev(self, fd: int, buffers: Sequence[Buffer]) -> int:
         return self._do("writev", lambda: self._inner.writev(fd, self._short(buffers)))

@@ -16,7 +16,7 @@ from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry, Rows, TokenIds
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.q8 import Q8Rows
-from kvferry.store.reader import RowBuffers, open_regular, open_snapshot, read_exactly
+from kvferry.store.reader import open_regular, open_snapshot, read_exactly
 from kvferry.store.seals import PlainSeal, Seal
 from kvferry.store.segment_file import Terms, open_segment
 
@@ -175,7 +175,7 @@ def load_any(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size
             return load_snapshot(fs, path, expected, vocab_size)
         snapshot.check(vocab_size, path.name)
         rows = Q8Rows.empty(snapshot.geometry, snapshot.n_tokens)
-        snapshot.restore_q8(snapshot.n_tokens, rows)
+        snapshot.restore(snapshot.n_tokens, rows)
         return Q8Snapshot(snapshot.token_ids(), rows)
 
 
@@ -184,5 +184,5 @@ def load_snapshot(fs: FileSystem, path: Path, expected: KvGeometry | None, vocab
     with os_errors_mapped("read", path), open_snapshot(fs, path, expected) as snapshot:
         snapshot.check(vocab_size, path.name)
         rows = MemoryRows.empty(snapshot.geometry, snapshot.n_tokens)
-        snapshot.restore(snapshot.n_tokens, rows, RowBuffers(snapshot.geometry))
+        snapshot.restore(snapshot.n_tokens, rows)
         return Snapshot(snapshot.token_ids(), rows.k, rows.v)

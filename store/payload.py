@@ -71,12 +71,37 @@ class PlaneSink(Protocol):
 class TileMemory(Protocol):
     """A sink or source whose own memory holds tiles, so that the disk may write into it and read from it.
 
-    A sink with tiles takes rows, too, and is called from two threads at once, for different layers, after the whole
-    first layer has come from one.
+    A sink with tiles takes rows, too, and is called from two threads at once, for different rows, after the first call
+    has come back.
     """
 
     def tile_buffers(self, layer: int, first_block: int, n_blocks: int) -> list[memoryview] | None:
-        """The blocks' memory, each contiguous: K [nkv][hd][kv_bs], then V [nkv][kv_bs][hd]. None: use rows instead."""
+        """The blocks' memory, each contiguous, laid out as ``tile_views`` reads it. None: use rows instead."""
+
+
+class InPlaceReader(Protocol):
+    """A TileMemory that reads files on its own, faster than Python does.
+
+    Both methods say whether all is there and good. When not, they do not say why: read the same in another way.
+    """
+
+    def read_tiles_in_place(
+        self, fd: int, offset: int, layer: int, first_block: int, n_blocks: int, digests: memoryview
+    ) -> bool:
+        """Tiles from a descriptor's ``offset`` on, which are to have these xxh3-128 digests, 16 bytes each."""
+
+    def read_rows_in_place(self, fd: int, offset: int, layer: int, start: int, n_rows: int, block_size: int) -> bool:
+        """Whole blocks of float32 rows as version 1 holds them, to positions ``start`` on."""
+
+
+def as_tiles(memory: Any) -> TileMemory | None:
+    """The caller's own memory, when it offers it."""
+    return memory if hasattr(memory, "tile_buffers") else None
+
+
+def as_in_place_reader(memory: Any) -> InPlaceReader | None:
+    """The same for reading on its own."""
+    return memory if hasattr(memory, "read_tiles_in_place") else None
 
 
 def planes_of(kind: Kind, geometry: KvGeometry) -> tuple[Plane, ...]:
@@ -93,7 +118,7 @@ def planes_of(kind: Kind, geometry: KvGeometry) -> tuple[Plane, ...]:
 
 def fits(kind: Kind, layout: Layout, geometry: KvGeometry) -> bool:
     """Whether the format has such blocks."""
-    if layout is Layout.TILES and kind not in {Kind.F32, Kind.F16}:
+    if layout is Layout.TILES and kind is Kind.Q4:
         return False
     return kind is not Kind.Q4 or geometry.kv_dim % Q4_GROUP == 0
 
@@ -120,11 +145,17 @@ def views(kind: Kind, geometry: KvGeometry, block: memoryview, n_rows: int) -> P
 
 
 def tile_views(kind: Kind, geometry: KvGeometry, block: memoryview) -> Planes:
-    """The rows inside a tile, [kv_bs, nkv, hd]: strided views, no copy."""
+    """The rows inside a tile, [kv_bs, nkv, hd], for q8 then the scales [kv_bs, nkv]: strided views, no copy."""
     n, heads, hd = geometry.block_size, geometry.n_kv_heads, geometry.head_dim
-    dtype = planes_of(kind, geometry)[0].dtype
-    k, v = np.frombuffer(block, dtype).reshape(2, -1)
-    return k.reshape(heads, hd, n).transpose(2, 0, 1), v.reshape(heads, n, hd).transpose(1, 0, 2)
+    dtype = np.dtype(planes_of(kind, geometry)[0].dtype)
+    tiles = np.frombuffer(block, np.uint8).reshape(2, heads, -1)
+    n_values = hd * n * dtype.itemsize
+    k, v = tiles[..., :n_values].view(dtype)
+    values = k.reshape(heads, hd, n).transpose(2, 0, 1), v.reshape(heads, n, hd).transpose(1, 0, 2)
+    if kind is not Kind.Q8:
+        return values
+    k_scales, v_scales = tiles[..., n_values:].view("<f4")
+    return *values, k_scales.T, v_scales.T
 
 
 class F32Rows:
@@ -157,6 +188,22 @@ class Q8Planes:
     def write_planes(self, layer: int, start: int, planes: Planes) -> None:
         assert self._sink is not None  # noqa: S101 -- made for writing
         self._sink.write_q8(layer, start, *planes)
+
+
+def as_source(kind: Kind, rows: Any) -> PlaneSource:
+    """What a caller gives, as planes."""
+    if hasattr(rows, "read_planes"):
+        source: PlaneSource = rows
+        return source
+    return Q8Planes(source=rows) if kind is Kind.Q8 else F32Rows(source=rows)
+
+
+def as_sink(kind: Kind, sink: Any) -> PlaneSink:
+    """What a caller takes, as planes."""
+    if hasattr(sink, "write_planes"):
+        taker: PlaneSink = sink
+        return taker
+    return Q8Planes(sink=sink) if kind is Kind.Q8 else F32Rows(sink=sink)
 
 
 class MemoryPlanes:

@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from kvferry.store import vlkv
 from kvferry.store.errors import SnapshotRejected, from_os_error, os_errors_mapped
 from kvferry.store.fs import FileSystem
-from kvferry.store.geometry import KvGeometry, Rows, RowSink, TokenIds
+from kvferry.store.geometry import KvGeometry, Rows, TokenIds
 from kvferry.store.lcp_index import common_prefix
-from kvferry.store.q8 import RECORDS_PER_CALL, Q8Records, Q8Sink, check_scales
+from kvferry.store.payload import Kind, as_in_place_reader, as_sink
+from kvferry.store.q8 import RECORDS_PER_CALL, Q8Records, check_scales
+from kvferry.store.workers import work_off
 
-# K and V rows held in memory while a snapshot is read or written. Large enough that a call's overhead vanishes (at 1
-# GB/s it is 8 ms of work), small enough for a board with 2 GiB.
-BUFFER_BYTES: Final = 8 << 20
+# Below this a thread costs more than it saves.
+PARALLEL_BYTES: Final = 4 << 20
 # Linux takes at most 1,024 buffers in one call (UIO_MAXIOV): two per block, so at most 512 blocks; the rest is room
 # for a tail.
 MAX_BLOCKS_PER_CALL: Final = 480
@@ -41,13 +42,17 @@ class Identity:
     mtime_ns: int
 
 
+def rows_per_call(geometry: KvGeometry, n_bytes: int) -> int:
+    """Rows of whole float32 blocks in ``n_bytes``."""
+    block_bytes = 2 * vlkv.VALUE_BYTES * geometry.kv_dim * geometry.block_size
+    return max(1, min(n_bytes // block_bytes, MAX_BLOCKS_PER_CALL)) * geometry.block_size
+
+
 class RowBuffers:
     """Two reused arrays for runs of K and V rows. One per thread: its content is overwritten by every run."""
 
-    def __init__(self, geometry: KvGeometry, n_bytes: int = BUFFER_BYTES) -> None:
-        block_bytes = 2 * vlkv.VALUE_BYTES * geometry.kv_dim * geometry.block_size
-        n_blocks = max(1, min(n_bytes // block_bytes, MAX_BLOCKS_PER_CALL))
-        self.max_rows = n_blocks * geometry.block_size
+    def __init__(self, geometry: KvGeometry, n_bytes: int) -> None:
+        self.max_rows = rows_per_call(geometry, n_bytes)
         self.k: Rows = np.empty((self.max_rows, geometry.kv_dim), "<f4")
         self.v: Rows = np.empty((self.max_rows, geometry.kv_dim), "<f4")
         self._skipped = memoryview(bytearray(vlkv.VALUE_BYTES * geometry.kv_dim * geometry.block_size))
@@ -134,36 +139,64 @@ class SnapshotFile:
                 path=self.path,
             )
 
-    def restore(self, n_rows: int, sink: RowSink, buffers: RowBuffers) -> None:
-        """Hands the first n_rows of every layer to the sink, in file order.
+    def restore(self, n_rows: int, sink: Any, *, parallel: bool = False) -> None:
+        """Hands the first n_rows of every layer to the sink (a PlaneSink, RowSink or Q8Sink), in file order.
 
-        Raises StoreUnavailable, SnapshotGone, SnapshotRejected(size_mismatch) when the file shrinks meanwhile; the
-        sink may then hold a part.
+        With ``parallel``, from two threads once the first call has come back. Raises StoreUnavailable, SnapshotGone,
+        SnapshotRejected(size_mismatch) when the file shrinks meanwhile, and for version 2 SnapshotRejected(bad_scale);
+        the sink may then hold a part.
         """
-        for layer in range(self.header.n_layers):
-            for segment in vlkv.segments(self.geometry, self.n_tokens, n_rows, layer, buffers.max_rows):
-                read_exactly(self._fs, self._fd, buffers.pieces(segment), segment.offset, self.path)
-                n = segment.stop - segment.start
-                sink.write_rows(layer, segment.start, buffers.k[:n], buffers.v[:n])
+        q8 = self.header.version == vlkv.VERSION_Q8
+        n_bytes = n_rows * (vlkv.file_bytes(self.geometry, self.n_tokens, self.header.version) // self.n_tokens)
+        runs, new_worker = (self._q8_runs, self._q8_worker) if q8 else (self._f32_runs, self._f32_worker)
+        work_off(runs(n_rows), lambda: new_worker(sink), parallel=parallel and n_bytes >= PARALLEL_BYTES)
 
-    def restore_q8(self, n_rows: int, sink: Q8Sink) -> None:
-        """Hands the first n_rows of every layer of a version 2 file to the sink, record runs in file order.
-
-        A partial read skips the rest of a layer by whole records, scales included. Raises as ``restore`` does, and
-        SnapshotRejected(bad_scale).
-        """
-        records = Q8Records(self.geometry, min(n_rows, RECORDS_PER_CALL))
+    def _f32_runs(self, n_rows: int) -> Iterator[vlkv.Segment]:
+        max_rows = rows_per_call(self.geometry, self._fs.read_bytes)
         for layer in range(self.header.n_layers):
-            for start in range(0, n_rows, records.n_records):
-                n = min(records.n_records, n_rows - start)
+            yield from vlkv.segments(self.geometry, self.n_tokens, n_rows, layer, max_rows)
+
+    def _f32_worker(self, sink: Any) -> Callable[[vlkv.Segment], None]:
+        buffers, taker = RowBuffers(self.geometry, self._fs.read_bytes), as_sink(Kind.F32, sink)
+        in_place = as_in_place_reader(sink) if self._fs.has_descriptors else None
+        size = self.geometry.block_size
+
+        def restore(run: vlkv.Segment) -> None:
+            whole = (run.stop - run.start) % size == 0
+            if (
+                in_place is not None
+                and whole
+                and in_place.read_rows_in_place(self._fd, run.offset, run.layer, run.start, run.stop - run.start, size)
+            ):
+                return
+            read_exactly(self._fs, self._fd, buffers.pieces(run), run.offset, self.path)
+            n = run.stop - run.start
+            taker.write_planes(run.layer, run.start, (buffers.k[:n], buffers.v[:n]))
+
+        return restore
+
+    def _q8_runs(self, n_rows: int) -> Iterator[vlkv.Segment]:
+        """Record runs; a partial read skips the rest of a layer by whole records, scales included."""
+        for layer in range(self.header.n_layers):
+            for start in range(0, n_rows, RECORDS_PER_CALL):
                 offset = vlkv.q8_record_offset(self.geometry, self.n_tokens, layer, start)
-                read_exactly(self._fs, self._fd, [records.bytes(n)], offset, self.path)
-                columns = records.columns(n)
-                try:
-                    check_scales(*columns[2:])
-                except SnapshotRejected as error:
-                    raise error.at(self.path) from None
-                sink.write_q8(layer, start, *columns)
+                yield vlkv.Segment(layer, start, min(n_rows, start + RECORDS_PER_CALL), offset, 1)
+
+    def _q8_worker(self, sink: Any) -> Callable[[vlkv.Segment], None]:
+        taker = as_sink(Kind.Q8, sink)
+        records = Q8Records(self.geometry, min(self.n_tokens, RECORDS_PER_CALL))
+
+        def restore(run: vlkv.Segment) -> None:
+            n = run.stop - run.start
+            read_exactly(self._fs, self._fd, [records.bytes(n)], run.offset, self.path)
+            columns = records.columns(n)
+            try:
+                check_scales(*columns[2:])
+            except SnapshotRejected as error:
+                raise error.at(self.path) from None
+            taker.write_planes(run.layer, run.start, tuple(np.ascontiguousarray(column) for column in columns))
+
+        return restore
 
 
 def read_exactly(fs: FileSystem, fd: int, pieces: Sequence[memoryview], offset: int, path: Path) -> None:

@@ -31,9 +31,13 @@ class SealKind(IntEnum):
 
 
 class FileSeal(Protocol):
-    """One file's digests. ``changes_bytes``: closing encrypts in place, so it must not be done to live rows."""
+    """One file's digests. ``changes_bytes``: closing encrypts in place, so it must not be done to live rows.
+
+    ``is_xxh3``: an entry is the block's xxh3-128, which others can compute as well.
+    """
 
     changes_bytes: bool
+    is_xxh3: bool
 
     def close(self, index: int, data: memoryview) -> bytes:
         """The table's entry for these bytes; encrypts them in place when that is the seal."""
@@ -70,6 +74,7 @@ class PlainSeal:
     kind = SealKind.PLAIN
     key_id = NO_KEY
     changes_bytes = False
+    is_xxh3 = True
 
     def prefix(self, data: bytes) -> bytes:
         return hashlib.sha256(data).digest()
@@ -137,6 +142,7 @@ class EncryptedSeal(KeyedSeal):
 
 class _KeyedFile:
     changes_bytes = False
+    is_xxh3 = False
 
     def __init__(self, block_key: bytes, root_key: bytes) -> None:
         self._block_key = block_key

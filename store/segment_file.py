@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,10 @@ from kvferry.store import vlkv, vlkv3
 from kvferry.store.errors import SnapshotRejected
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry, TokenIds
-from kvferry.store.payload import Kind, Layout, Planes, tile_views, views
+from kvferry.store.payload import Kind, Layout, Planes, TileMemory, as_in_place_reader, tile_views, views
 from kvferry.store.q8 import check_scales
 from kvferry.store.reader import Identity, open_regular, read_exactly
 from kvferry.store.seals import ENTRY_BYTES, ROOT_BYTES, FileSeal, PlainSeal, Seal, SealKind
-
-# Read, then verified while still in the processor's second-level cache; larger than any call's overhead.
-RUN_BYTES: Final = 1 << 20
-_IOV_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +73,8 @@ class SegmentFile:
         self.identity = identity
         self.token_ids = token_ids
         self.spans = spans
-        self.table = table
+        self.table = memoryview(table)
         self._seal = seal
-        self.verify = True  # benchmarks measure what verification costs
 
     def read_rows(self, layer: int, start: int, stop: int, planes: Planes, scratch: memoryview) -> None:
         """Copies rows start..stop-1 (positions) of a layer into planes [stop - start, width], whole blocks verified.
@@ -100,10 +95,7 @@ class SegmentFile:
                 a, b = max(start, first), min(stop, last)
                 self._copy(data, block, (a - first, b - first), tuple(p[a - start : b - start] for p in planes))
         if extent.kind is Kind.Q8:
-            try:
-                check_scales(*planes[2:])
-            except SnapshotRejected as error:
-                raise error.at(self.path) from None
+            self._check_scales(*planes[2:])
 
     def _copy_whole(self, blocks: range, start: int, stop: int, scratch: memoryview, planes: Planes) -> bool:
         """Copies a run of full blocks of rows when all of it is wanted: a call a plane instead of a call a block."""
@@ -146,24 +138,39 @@ class SegmentFile:
         read_exactly(self._fs, self._fd, [scratch[:offset]], at, self.path)
         self._open_blocks(layer, blocks, pieces)
 
-    def will_read(self, layer: int, start: int, stop: int) -> None:
-        """Rows start..stop-1 (positions) of a layer are read soon."""
-        if layer < self.extent.geometry.n_layers and start < stop:
-            offset = self.extent.block_offset(layer, start // self.extent.geometry.block_size)
-            self._fs.will_read(self._fd, offset, (stop - start) * self.extent.row_bytes)
+    def read_tiles(self, layer: int, blocks: range, tiles: TileMemory) -> bool:
+        """Reads tiles straight into the reader's own memory, and verifies them there; False when it has none for them.
 
-    def read_tiles(self, layer: int, blocks: range, buffers: Sequence[memoryview]) -> None:
-        """Reads tiles straight into the reader's own memory, and verifies them there. Raises as ``read_rows``."""
-        extent = self.extent
-        step = max(1, min(RUN_BYTES // len(buffers[0]), _IOV_MAX))
-        for first in range(0, len(blocks), step):
-            run, pieces = blocks[first : first + step], buffers[first : first + step]
-            read_exactly(self._fs, self._fd, pieces, extent.block_offset(layer, run[0]), self.path)
-            self._open_blocks(layer, run, pieces)
+        Raises as ``read_rows``.
+        """
+        if self._read_in_place(layer, blocks, tiles):
+            return True
+        buffers = tiles.tile_buffers(layer, blocks[0], len(blocks))
+        if buffers is None:
+            return False
+        read_exactly(self._fs, self._fd, buffers, self.extent.block_offset(layer, blocks[0]), self.path)
+        self._open_blocks(layer, blocks, buffers)
+        if self.extent.kind is Kind.Q8:
+            for buffer in buffers:
+                self._check_scales(*tile_views(self.extent.kind, self.extent.geometry, buffer)[2:])
+        return True
+
+    def _read_in_place(self, layer: int, blocks: range, tiles: TileMemory) -> bool:
+        reader = as_in_place_reader(tiles)
+        if reader is None or not (self._fs.has_descriptors and self._seal.is_xxh3):
+            return False
+        index = self.extent.entry_index(layer, blocks[0])
+        digests = self.table[index * ENTRY_BYTES : (index + len(blocks)) * ENTRY_BYTES]
+        offset = self.extent.block_offset(layer, blocks[0])
+        return reader.read_tiles_in_place(self._fd, offset, layer, blocks[0], len(blocks), digests)
+
+    def _check_scales(self, *scales: NDArray[np.float32]) -> None:
+        try:
+            check_scales(*scales)
+        except SnapshotRejected as error:
+            raise error.at(self.path) from None
 
     def _open_blocks(self, layer: int, blocks: range, pieces: Sequence[memoryview]) -> None:
-        if not self.verify and not self._seal.changes_bytes:
-            return
         index = self.extent.entry_index(layer, blocks[0])
         table, is_open = self.table, self._seal.open
         for offset, piece in enumerate(pieces):

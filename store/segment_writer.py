@@ -135,4 +135,4 @@ class SegmentWriter:
 
 def layout_for(kind: Kind, tiles: TileMemory | None) -> Layout:
     """Tiles when the source has them and the kind allows it."""
-    return Layout.TILES if tiles is not None and kind in {Kind.F32, Kind.F16} else Layout.ROWS
+    return Layout.TILES if tiles is not None and kind.is_exact else Layout.ROWS

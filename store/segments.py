@@ -20,7 +20,7 @@ from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import NameTaken, SnapshotGone, SnapshotRejected, StoreError, StoreFull, WriteBudgetSpent
 from kvferry.store.evictor import Evictor
 from kvferry.store.geometry import KvGeometry, TokenIds
-from kvferry.store.payload import F32Rows, Kind, Planes, PlaneSink, PlaneSource, Q8Planes, TileMemory
+from kvferry.store.payload import Kind, Planes, PlaneSource, TileMemory, as_sink, as_source, as_tiles
 from kvferry.store.publish import Outcome, publish
 from kvferry.store.segment_file import BlockDamagedError, Terms, open_segment
 from kvferry.store.segment_writer import SegmentWriter, layout_for
@@ -380,24 +380,3 @@ def _before(chain: list[tuple[Segment, int]], name: str) -> list[tuple[Segment, 
         if segment.name == name:
             return chain[:index]
     return []
-
-
-def as_source(kind: Kind, rows: Any) -> PlaneSource:
-    """What a caller gives, as planes."""
-    if hasattr(rows, "read_planes"):
-        source: PlaneSource = rows
-        return source
-    return Q8Planes(source=rows) if kind is Kind.Q8 else F32Rows(source=rows)
-
-
-def as_sink(kind: Kind, sink: Any) -> PlaneSink:
-    """What a caller takes, as planes."""
-    if hasattr(sink, "write_planes"):
-        taker: PlaneSink = sink
-        return taker
-    return Q8Planes(sink=sink) if kind is Kind.Q8 else F32Rows(sink=sink)
-
-
-def as_tiles(memory: Any) -> TileMemory | None:
-    """The caller's own memory, when it offers it."""
-    return memory if hasattr(memory, "tile_buffers") else None

@@ -13,9 +13,9 @@ from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreFull
 from kvferry.store.evictor import Evictor
 from kvferry.store.geometry import KvGeometry, RowSource, TokenIds
-from kvferry.store.payload import Kind
+from kvferry.store.payload import Kind, as_tiles
 from kvferry.store.publish import Outcome, confirm_same, publish, write_snapshot
-from kvferry.store.reader import RowBuffers, open_snapshot
+from kvferry.store.reader import open_snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,7 @@ class WholeFiles:
                 identity = snapshot.identity
                 snapshot.check(self.vocab_size, match.name)
                 snapshot.check_prefix(match.token_ids[:n_rows])
-                if version == vlkv.VERSION_Q8:
-                    snapshot.restore_q8(n_rows, sink)
-                else:
-                    snapshot.restore(n_rows, sink, RowBuffers(self.geometry))
+                snapshot.restore(n_rows, sink, parallel=as_tiles(sink) is not None)
         except SnapshotRejected as error:
             self.catalog.refuse(error, match.name, identity or self.directory.identity(match.name))
             raise
@@ -103,7 +100,7 @@ class WholeFiles:
         with self.directory.temp(name, n_bytes) as temp:
             now_ns = temp.created_at_ns()
             self.evictor.make_room(now_ns, max(0, n_bytes - self.directory.free_bytes()), final)
-            inode = write_snapshot(temp, self.geometry, ids, token_hash, rows, RowBuffers(self.geometry))
+            inode = write_snapshot(temp, self.geometry, ids, token_hash, rows)
             confirm = partial(confirm_same, self.directory.fs, final, self.geometry, ids)
             return publish(self.directory.fs, temp.path, final, inode, confirm)
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 from llvmlite import ir
 from numba import extending, types
 
-from kvferry.engine.kernels import attention_ir, kv_ir, linear_ir, sync_ir, vector_ir, vision_ir
+from kvferry.engine.kernels import attention_ir, digest_ir, kv_ir, linear_ir, sync_ir, vector_ir, vision_ir
 from kvferry.engine.kernels.instruction_sets import host_instruction_set
-from kvferry.engine.kernels.ir_tools import F16, F32, I8, I16, I32, I64, POINTER, Builder, Value, load, store
+from kvferry.engine.kernels.ir_tools import F16, F32, I8, I16, I32, I64, POINTER, Builder, Value, call, load, store
 
 ISA: Final = host_instruction_set()
 
@@ -180,6 +180,22 @@ def add_scaled(_context: Any, target: Any, source: Any, factor: Any, n_blocks: A
 @intrinsic
 def copy_bytes(_context: Any, target: Any, source: Any, n_bytes: Any) -> Any:
     return _emit(_NOTHING, [_INT] * 3, sync_ir.build_copy)
+
+
+@intrinsic
+def xxh3_128(_context: Any, data: Any, n_bytes: Any, out: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 3, digest_ir.build_xxh3_128)
+
+
+@intrinsic
+def read_vector(_context: Any, fd: Any, buffers: Any, n_buffers: Any, offset: Any) -> Any:
+    """preadv(2) with int64 arguments: bytes read, or -1."""
+
+    def build(builder: Builder, fd: Value, buffers: Value, n_buffers: Value, offset: Value) -> Value:
+        narrow = (builder.trunc(fd, I32), builder.inttoptr(buffers, POINTER), builder.trunc(n_buffers, I32))
+        return call(builder, "preadv", I64, *narrow, offset)
+
+    return _emit(_INT, [_INT] * 4, build)
 
 
 @intrinsic

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 from numba import types
 
-from kvferry.engine.kernels import forward, packing, packing_stored, records, sync, vision
+from kvferry.engine.kernels import forward, kv_copy, kv_read, packing, packing_stored, records, sync, vision
 from kvferry.engine.kernels.compile_cache import ALWAYS, MORE_KINDS, compile_cache
 from kvferry.engine.kernels.layout import WEIGHT_FORMATS
 from kvferry.engine.kernels.linear import ALWAYS_KINDS, kernels_of
@@ -33,6 +33,15 @@ def compile_all() -> None:
     packing_stored.pack_q4_1.compile((_INT,) * 4)
     packing_stored.pack_q8_0.compile((_INT,) * 4)
     packing_stored.pack_q4_0.compile((_INT,) * 5)
+    table = types.Array(types.int32, 1, "C")
+    scales = typeof((np.zeros((1, 1), np.uint8),) * 2)
+    for element in (types.uint32, types.uint16, types.uint8):
+        tiles, rows = types.Array(element, 5, "C"), types.Array(element, 2, "C")
+        for copy in (kv_copy.rows_to_tiles, kv_copy.tiles_to_rows):
+            copy.compile((tiles, _INT, table, _INT, rows, rows, scales, _INT))
+    kv_read.read_tiles.compile((_INT,) * 4 + (table, types.Array(types.uint8, 1, "C")) + (_INT,) * 3)
+    tiles = types.Array(types.uint32, 5, "C")
+    kv_read.read_rows.compile((_INT,) * 4 + (tiles, _INT, table, _INT, _INT))
     vision.quantise_rows.compile((_INT,) * 4)
     vision.layer_norm_rows.compile((_INT, _INT, _INT, _INT, _INT, types.float32, _INT))
     vision.gelu_rows.compile((_INT,) * 4)

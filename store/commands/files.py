@@ -29,7 +29,7 @@ from kvferry.store.geometry import Rows
 from kvferry.store.inspection import WHOLE_FILES, Inspection, Q8Snapshot, Snapshot, inspect_file, load_any
 from kvferry.store.payload import Kind, MemoryPlanes
 from kvferry.store.q8 import Scales, Values
-from kvferry.store.reader import RowBuffers, open_snapshot
+from kvferry.store.reader import open_snapshot
 from kvferry.store.segment_file import Terms, open_segment
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
@@ -140,10 +140,7 @@ def _read_through(file: Path, terms: Terms) -> tuple[int, int]:
             return segment.extent.n_tokens, 0
     with open_snapshot(PosixFileSystem(), file, terms.geometry, versions=WHOLE_FILES) as snapshot:
         snapshot.check(terms.vocab_size, file.name)
-        if snapshot.header.version == vlkv.VERSION_Q8:
-            snapshot.restore_q8(snapshot.n_tokens, counter)
-        else:
-            snapshot.restore(snapshot.n_tokens, counter, RowBuffers(snapshot.geometry))
+        snapshot.restore(snapshot.n_tokens, counter)
         return snapshot.n_tokens, counter.n_not_finite
 
 

@@ -16,7 +16,7 @@ from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry, TokenIds
 from kvferry.store.inspection import judge, load_snapshot
 from kvferry.store.memory_rows import MemoryRows
-from kvferry.store.reader import RowBuffers, open_snapshot
+from kvferry.store.reader import open_snapshot
 from kvferry.store.snapshot_store import SnapshotStore
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vlkv"
@@ -67,7 +67,7 @@ def test_part_of_a_good_file_is_read_to_the_oracles_rows(
     n = case["n_take"]
     rows = MemoryRows.empty(golden_geometry, n)
     with open_snapshot(PosixFileSystem(), GOLDEN / case["file"], golden_geometry) as snapshot:
-        snapshot.restore(n, rows, RowBuffers(golden_geometry))
+        snapshot.restore(n, rows)
     assert rows.k.tobytes() == golden_rows.k[:, :n].tobytes()
     assert rows.v.tobytes() == golden_rows.v[:, :n].tobytes()
 

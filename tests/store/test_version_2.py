@@ -65,7 +65,7 @@ def test_part_of_a_file_is_read_to_the_oracles_rows_of_every_layer(case: dict[st
     """The reference reader skips too little after a partial layer; every later layer tells."""
     rows = Q8Rows.empty(GEOMETRY, case["n_take"])
     with open_snapshot(PosixFileSystem(), GOLDEN / case["file"], GEOMETRY, versions=VERSIONS) as snapshot:
-        snapshot.restore_q8(case["n_take"], rows)
+        snapshot.restore(case["n_take"], rows)
     _assert_rows(rows, case["n_take"])
 
 
