@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvferry.store import names, vlkv
+from kvferry.store import names
 from kvferry.store.catalog import known_segment
 from kvferry.store.chains import Chains
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreUnavailable, os_errors_mapped
@@ -19,7 +19,7 @@ from kvferry.store.geometry import TokenIds
 from kvferry.store.inspection import WHOLE_FILES
 from kvferry.store.ownership import only_of
 from kvferry.store.payload import Kind
-from kvferry.store.reader import RowBuffers, open_snapshot
+from kvferry.store.reader import open_snapshot
 from kvferry.store.segment_file import BlockDamagedError, Terms, open_segment
 from kvferry.store.vlkv3 import ContentSpan, prefix_digest
 
@@ -186,11 +186,7 @@ def read_rows_of(
     """
     if view.version != 3:
         with open_snapshot(fs, view.path, terms.geometry, versions=WHOLE_FILES) as snapshot:
-            sink = _Counted(on_read)
-            if snapshot.header.version == vlkv.VERSION_Q8:
-                snapshot.restore_q8(snapshot.n_tokens, sink)
-            else:
-                snapshot.restore(snapshot.n_tokens, sink, RowBuffers(snapshot.geometry))
+            snapshot.restore(snapshot.n_tokens, _Counted(on_read))
         return []
     with open_segment(fs, view.path, terms) as file:
         return file.damaged_blocks(on_read)

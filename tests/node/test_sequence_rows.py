@@ -7,10 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.engine.kv_cache import KvGeometry, KvPool, KvSequence
+from kvferry.engine.kv_cache import KvGeometry, KvKind, KvPool, KvSequence
 from kvferry.node.sequence_rows import SequenceRows
-from kvferry.store import geometry
+from kvferry.store import geometry, reader, vlkv
+from kvferry.store.errors import SnapshotRejected
+from kvferry.store.fs import PosixFileSystem
 from kvferry.store.memory_rows import MemoryRows
+from kvferry.store.payload import Kind, MemoryPlanes
+from kvferry.store.publish import create_temp, write_q8_snapshot
+from kvferry.store.q8 import Q8Rows
+from kvferry.store.segment_file import Terms, open_segment
 from kvferry.store.snapshot_store import SnapshotStore
 
 SHAPE = (3, 2, 8)
@@ -61,3 +67,137 @@ def test_blocks_written_in_place_are_the_rows(
             assert rows.k.tobytes() == K[:, :n].tobytes()
             assert rows.v.tobytes() == (-K[:, :n]).tobytes()
         sequence.release()
+
+
+KINDS = [(KvKind.F32, Kind.F32), (KvKind.F16, Kind.F16), (KvKind.Q8, Kind.Q8)]
+N = 150
+
+
+class OneCallerSystem(PosixFileSystem):
+    """Tells what Python itself read."""
+
+    def __init__(self) -> None:
+        self.n_read = 0
+
+    def preadv(self, fd, buffers, offset):
+        self.n_read += sum(map(len, buffers))
+        return super().preadv(fd, buffers, offset)
+
+
+class Cache:
+    """A cache of a kind with one filled sequence, and a store for it."""
+
+    def __init__(self, root: Path, cache_kind: KvKind, kind: Kind, version: int = 3) -> None:
+        self.shape = KvGeometry(3, 2, 32, kind=cache_kind)
+        self.geometry = geometry.KvGeometry(3, 2, 32)
+        self.pool = KvPool(self.shape, 16 * self.shape.block_bytes)
+        self.fs = OneCallerSystem()
+        self.kind = kind
+        self.store = SnapshotStore(
+            root, "feed", self.geometry, 1024, 1 << 30, 100, "node-1", version=version, kind=kind, fs=self.fs
+        )
+        self.source = KvSequence(self.pool)
+        random = np.random.default_rng(5)
+        for layer in range(3):
+            planes = self.shape.empty_planes(N)
+            for plane in planes:
+                plane[:] = random.integers(1, 100, plane.shape)
+            self.source.write_planes(layer, 0, planes)
+        self.source.commit(N)
+
+    def planes(self, sequence: KvSequence, n: int) -> list[bytes]:
+        found = []
+        for layer in range(3):
+            planes = self.shape.empty_planes(n)
+            sequence.read_planes(layer, 0, n, planes)
+            found += [plane.tobytes() for plane in planes]
+        return found
+
+    def restore(self, n: int) -> KvSequence:
+        sequence = KvSequence(self.pool)
+        match = self.store.find(IDS[:n])
+        assert self.store.restore_usable(match, n, SequenceRows(self.pool, sequence, n)) == n
+        sequence.commit(n)
+        return sequence
+
+
+@pytest.mark.parametrize(("cache_kind", "kind"), KINDS)
+def test_every_kind_is_read_in_place_and_copied_rows_are_the_same(tmp_path, cache_kind, kind):
+    cache = Cache(tmp_path, cache_kind, kind)
+    info = cache.store.publish(IDS, SequenceRows(cache.pool, cache.source))
+    cache.fs.n_read = 0
+    assert cache.planes(cache.restore(N), N) == cache.planes(cache.source, N)
+    assert cache.fs.n_read < info.n_bytes / 3  # the head, the digests, the block in part: the rest went straight in
+    copied = MemoryPlanes.empty(kind, cache.geometry, N)
+    cache.store.restore(cache.store.find(IDS), N, copied)
+    assert [plane[layer].tobytes() for layer in range(3) for plane in copied.arrays] == cache.planes(cache.source, N)
+
+
+@pytest.mark.parametrize(("cache_kind", "kind"), KINDS)
+def test_damage_is_noticed_in_place(tmp_path, cache_kind, kind):
+    cache = Cache(tmp_path, cache_kind, kind)
+    info = cache.store.publish(IDS, SequenceRows(cache.pool, cache.source))
+    path = cache.store.path / info.name
+    with open_segment(cache.fs, path, Terms(kind=kind)) as file:
+        at = file.extent.block_offset(1, 2) + 100
+    with path.open("r+b") as damaged:
+        damaged.seek(at)
+        byte = damaged.read(1)[0]
+        damaged.seek(at)
+        damaged.write(bytes([byte ^ 1]))
+    sequence = KvSequence(cache.pool)
+    assert cache.store.restore_usable(cache.store.find(IDS), N, SequenceRows(cache.pool, sequence, N)) == 64
+    sequence.commit(64)
+    assert cache.planes(sequence, 64) == cache.planes(cache.source, 64)
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
+def test_a_scale_that_cannot_be_one_is_refused_in_place(tmp_path, scale):
+    cache = Cache(tmp_path, KvKind.Q8, Kind.Q8)
+    tiles = cache.pool.tiles[cache.source.block_table[1], 2, 1, 1]
+    tiles[32 * 32 :].view(np.float32)[7] = scale
+    cache.store.publish(IDS, SequenceRows(cache.pool, cache.source))
+    with pytest.raises(SnapshotRejected, match="scale") as refused:
+        cache.restore(N)
+    assert refused.value.reason == "bad_scale"
+
+
+def test_version_1_is_read_in_place(tmp_path):
+    cache = Cache(tmp_path, KvKind.F32, Kind.F32, version=1)
+    info = cache.store.publish(IDS, SequenceRows(cache.pool, cache.source))
+    cache.fs.n_read = 0
+    assert cache.planes(cache.restore(N), N) == cache.planes(cache.source, N)
+    assert cache.fs.n_read < info.n_bytes / 3
+    assert cache.planes(cache.restore(77), 77) == cache.planes(cache.source, 77)
+
+
+def test_a_file_that_ends_too_early_is_refused_in_place(tmp_path, monkeypatch):
+    cache = Cache(tmp_path, KvKind.F32, Kind.F32, version=1)
+    info = cache.store.publish(IDS, SequenceRows(cache.pool, cache.source))
+    path, was = cache.store.path / info.name, reader.SnapshotFile.check_prefix
+
+    def cut(snapshot, wanted):
+        was(snapshot, wanted)
+        with path.open("r+b") as file:
+            file.truncate(info.n_bytes // 2)
+
+    monkeypatch.setattr(reader.SnapshotFile, "check_prefix", cut)
+    with pytest.raises(SnapshotRejected) as refused:
+        cache.restore(N)
+    assert refused.value.reason == "size_mismatch"
+
+
+def test_a_q8_cache_takes_version_2_files(tmp_path):
+    cache = Cache(tmp_path, KvKind.Q8, Kind.Q8)
+    planes = [cache.shape.empty_planes(N) for _ in range(3)]
+    for layer in range(3):
+        cache.source.read_planes(layer, 0, N, planes[layer])
+    rows = Q8Rows(*(np.stack(arrays) for arrays in zip(*planes, strict=True)))
+    token_hash = vlkv.fnv1a(IDS)
+    cache.store.reap()
+    final = cache.store.path / vlkv.file_name(token_hash)
+    with create_temp(cache.fs, final.with_suffix(".tmp")) as temp:
+        write_q8_snapshot(temp, cache.geometry, IDS, token_hash, rows)
+        temp.path.rename(final)
+    cache.store.refresh()
+    assert cache.planes(cache.restore(N), N) == cache.planes(cache.source, N)

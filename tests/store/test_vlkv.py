@@ -150,3 +150,11 @@ def test_segments_are_the_rows_of_the_file_block_by_block(
         assert part.stop - part.start <= n_blocks * block
         assert part.offset == 64 + 4 * n_tokens + (layer * n_tokens + part.start) * 2 * row_bytes
         assert part.n_in_block == min(block, n_tokens - (part.stop - 1) // block * block)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40))
+def test_the_hash_is_fnv_1a(ids):
+    value = vlkv.FNV_BASIS
+    for byte in np.array(ids, "<i4").tobytes():
+        value = (value ^ byte) * vlkv.FNV_PRIME % 2**64
+    assert vlkv.fnv1a(np.array(ids, np.int32)) == value
