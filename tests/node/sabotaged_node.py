@@ -18,7 +18,7 @@ from kvferry.engine.engine import Engine
 from kvferry.store.fs import FileSystem, PosixFileSystem
 from kvferry.store.snapshot_store import SnapshotStore
 
-FILE_SYSTEM_CALLS = sorted(name for name in vars(FileSystem) if not name.startswith("_") and name != "will_read")
+FILE_SYSTEM_CALLS = sorted(name for name, it in vars(FileSystem).items() if name[0] != "_" and callable(it))
 ORDERS = Path(os.environ["KVFERRY_TEST_SABOTAGE"])
 
 
