@@ -149,8 +149,14 @@ class Chains:
                 refused.append((candidate.name, error))
                 continue
             linked.append(candidate.name)
-            fresh += [w for w in self._waiting.values() if w.start <= candidate.end and w is not candidate]
+            fresh += [w for w in self._waiting.values() if self._leads_to(candidate, w)]
         return linked, refused
+
+    def _leads_to(self, linked: Segment, waiting: Segment) -> bool:
+        """Whether a chain through ``linked`` goes on with ``waiting``; whatever was linked before, it has tried."""
+        return (
+            linked.start < waiting.start <= linked.end and self._digest_at(linked.name, waiting.start) == waiting.parent
+        )
 
     def remove(self, name: str) -> list[str]:
         """Forgets a segment; returns the names that have no chain any more, descendants included."""
