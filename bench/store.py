@@ -157,7 +157,7 @@ class Bench:
         store = self.store("1")
         store.refresh()
         self.restore(store, compare=True)
-        actions = {
+        actions: dict[str, Callable[[], float]] = {
             "dd": lambda: dd(f"if={path}", "of=/dev/null"),
             "restore": lambda: timed(lambda: self.restore(store)),
             "restore, not verified": lambda: timed(lambda: self.restore(store, Believing)),

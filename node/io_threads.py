@@ -103,6 +103,18 @@ class _Staging(SequenceRows):
         self._gets_on()
         return super().tile_buffers(layer, first_block, n_blocks)
 
+    def read_tiles_in_place(
+        self, fd: int, offset: int, layer: int, first_block: int, n_blocks: int, digests: memoryview
+    ) -> bool:
+        """Read tiles of a layer from a file; as often as ``tile_buffers`` would be asked."""
+        self._gets_on()
+        return super().read_tiles_in_place(fd, offset, layer, first_block, n_blocks, digests)
+
+    def read_rows_in_place(self, fd: int, offset: int, layer: int, start: int, n_rows: int, block_size: int) -> bool:
+        """The same for rows of version 1."""
+        self._gets_on()
+        return super().read_rows_in_place(fd, offset, layer, start, n_rows, block_size)
+
     def _gets_on(self) -> None:
         if self._request is not None and self._request.abandoned:
             raise RestoreAbandoned

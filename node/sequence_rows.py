@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.kernels.kv_read import read_rows, read_tiles
+from kvferry.engine.kernels.layout import KV_BLOCK
 from kvferry.engine.kv_cache import KvKind, KvPool, KvSequence, Planes
 
 _F32 = NDArray[np.float32]
@@ -48,21 +49,20 @@ class SequenceRows:
 
     def tile_buffers(self, layer: int, first_block: int, n_blocks: int) -> list[memoryview] | None:
         """The memory of whole blocks, each contiguous, as the attention reads it (docs/vlkv-v3.md, "Tiles")."""
-        if self._memory is None:
+        blocks = self._blocks(first_block, n_blocks)
+        if self._memory is None or blocks is None:
             return None
-        self._sequence.reserve(self._n_rows)
         at = layer * self._tile_bytes
-        blocks = self._sequence.block_table[first_block : first_block + n_blocks].tolist()
-        starts = [at + block * self._stride for block in blocks]
+        starts = [at + block * self._stride for block in blocks.tolist()]
         return [self._memory[start : start + self._tile_bytes] for start in starts]
 
     def read_tiles_in_place(
         self, fd: int, offset: int, layer: int, first_block: int, n_blocks: int, digests: memoryview
     ) -> bool:
         """Reads tiles that follow each other in a file and verifies them, without the GIL; whether all went well."""
-        if self._pool is None:
+        blocks = self._blocks(first_block, n_blocks)
+        if self._pool is None or blocks is None:
             return False
-        self._sequence.reserve(self._n_rows)
         geometry = self._pool.geometry
         n_tiles = 2 * geometry.n_kv_heads
         return bool(
@@ -71,7 +71,7 @@ class SequenceRows:
                 offset,
                 self._pool.address + layer * self._tile_bytes,
                 self._stride,
-                self._sequence.block_table[first_block : first_block + n_blocks],
+                blocks,
                 np.frombuffer(digests, np.uint8),
                 n_tiles,
                 self._tile_bytes // n_tiles,
@@ -83,6 +83,20 @@ class SequenceRows:
         """The same for whole blocks of float32 rows as version 1 holds them."""
         if self._pool is None or self._pool.geometry.kind is not KvKind.F32:
             return False
-        self._sequence.reserve(self._n_rows)
-        table, head_dim = self._sequence.block_table, self._pool.geometry.head_dim
+        table = self._blocks(0, -(-(start + n_rows) // KV_BLOCK), first_row=start)
+        if table is None:
+            return False
+        head_dim = self._pool.geometry.head_dim
         return bool(read_rows(fd, offset, n_rows, block_size, self._pool.bits, layer, table, start, head_dim))
+
+    def _blocks(self, first_block: int, n_blocks: int, first_row: int | None = None) -> NDArray[np.int32] | None:
+        """Numbers of blocks; None when not all are held, or when rows are to be restored where some count already.
+
+        Whoever writes to addresses would write anywhere else. ``first_row``: of what is written, if not the first
+        block's.
+        """
+        self._sequence.reserve(self._n_rows)
+        row = first_block * KV_BLOCK if first_row is None else first_row
+        blocks = self._sequence.block_table[first_block : first_block + n_blocks]
+        restores = self._n_rows > 0
+        return None if len(blocks) < n_blocks or (restores and row < self._sequence.n_rows) else blocks

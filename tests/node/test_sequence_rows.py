@@ -201,3 +201,26 @@ def test_a_q8_cache_takes_version_2_files(tmp_path):
         temp.path.rename(final)
     cache.store.refresh()
     assert cache.planes(cache.restore(N), N) == cache.planes(cache.source, N)
+
+
+@pytest.mark.parametrize(("first_block", "n_blocks"), [(0, 3), (1, 2), (2, 1), (9, 1)])
+def test_nothing_is_read_to_where_no_block_is_held(tmp_path, first_block, n_blocks):
+    cache = Cache(tmp_path, KvKind.F32, Kind.F32)
+    other, sequence = KvSequence(cache.pool), KvSequence(cache.pool)
+    other.reserve(64)
+    before = cache.pool.tiles.tobytes()
+    sink = SequenceRows(cache.pool, sequence, 64)  # two blocks
+    path = tmp_path / "rows"
+    path.write_bytes(b"\x01" * 8 * cache.shape.block_bytes)
+    with path.open("rb") as file:
+        nothing = memoryview(b"")
+        assert sink.tile_buffers(0, first_block, n_blocks) is None
+        assert not sink.read_tiles_in_place(file.fileno(), 0, 0, first_block, n_blocks, nothing)
+        assert not sink.read_rows_in_place(file.fileno(), 0, 0, first_block * 32, n_blocks * 32, 32)
+        assert cache.pool.tiles.tobytes() == before
+        sequence.commit(64)
+        for first in (0, 1):  # these hold rows that count
+            assert sink.tile_buffers(0, first, 1) is None
+            assert not sink.read_tiles_in_place(file.fileno(), 0, 0, first, 1, nothing)
+            assert not sink.read_rows_in_place(file.fileno(), 0, 0, first * 32, 32, 32)
+    assert cache.pool.tiles.tobytes() == before
