@@ -38,9 +38,13 @@ demo: $(VENV)/.runtime ## a three-node cluster, a node killed in mid-answer, the
 READY = $(BIN)/kvferry models fetch smollm2-135m && \
 	$(BIN)/python -c 'from kvferry.engine.kernels.compile_cache import compile_cache; compile_cache()'
 
+# Two at a time, but for those that use all cores themselves or watch the clock. The second half runs even if the first failed.
 test: $(VENV)/.dev ## every test that takes seconds; under 15 minutes on 2 cores
 	$(READY)
-	$(PYTEST)
+	@failed=0; set -x; \
+	$(PYTEST) -n 2 --dist loadfile -m 'not slow and not bench and not alone' || failed=1; \
+	$(PYTEST) -m 'alone and not slow and not bench' || failed=1; \
+	exit $$failed
 
 test-all: $(VENV)/.dev ## the slow ones as well
 	$(READY)

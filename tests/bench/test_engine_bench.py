@@ -210,6 +210,7 @@ def bench_hint():
 
 def test_the_floor_fails_a_run_whose_figures_are_below_it(small_file, monkeypatch):
     monkeypatch.setattr(bench, "find_peers", lambda *_: (lambda _: {}, lambda: None))
+    monkeypatch.setattr(limits, "_READ_BYTES", 1 << 24)
     monkeypatch.setattr(bench, "gemm_judgement", lambda _: ("", Judgement("q4", 0.45, 0.40)))
     words = ["--model", str(small_file), "--threads", "1", "--pairs", "1", "--task", "decode0", "--floor"]
     assert CliRunner().invoke(bench.main, [*words, "0.95"]).exit_code == 1

@@ -12,6 +12,8 @@ import pytest
 from cluster_kit import Client, Processes, all_of, code_of, ids_of, read_while_it_lasts, retry_after_ms
 from scripted_worker import Script
 
+pytestmark = pytest.mark.alone  # its times are promises
+
 
 async def test_ten_times_too_many_turns_are_refused_at_once_and_the_others_are_served(new_cluster) -> None:
     cluster = await new_cluster(max_open_turns=8)
