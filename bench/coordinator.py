@@ -160,10 +160,24 @@ async def measure(coordinator: str, worker: str, pid: int, n_streams: int, n_idl
         )
         await asyncio.gather(*(session() for _ in range(n_idle)))
         sessions = [await session() for _ in range(n_streams)]
+        burst = await asyncio.gather(*(crowd(chat, name, 20, SOAK_GAP_US) for name in sessions))
+        burst_s = sorted(first for first, _ in burst)
+        alone = await asyncio.gather(
+            *(
+                spans_of(direct(node, 1000 + n, 20, SOAK_GAP_US), lambda m: len(m.tokens.tokens))
+                for n in range(n_streams)
+            )
+        )
+        alone_s = sorted(first for first, *_ in alone)
+        click.echo(
+            f"{n_streams} turns at once, {1e6 / SOAK_GAP_US:.0f} tokens/s each: first tokens after "
+            f"{statistics.median(burst_s) * 1e3:.0f} ms at the median and {burst_s[-1] * 1e3:.0f} ms at most; direct "
+            f"{statistics.median(alone_s) * 1e3:.0f} and {alone_s[-1] * 1e3:.0f} ms"
+        )
         process = psutil.Process(pid)
         before, cpu = process.memory_info().rss, process.cpu_times().user + process.cpu_times().system
         began = time.perf_counter()
-        found = await asyncio.gather(*(crowd(chat, name, n_tokens=300) for name in sessions))
+        found = await asyncio.gather(*(crowd(chat, name, 300, 0) for name in sessions))
         took = time.perf_counter() - began
         n_tokens = sum(n for _, n in found)
         used = process.cpu_times().user + process.cpu_times().system - cpu
@@ -198,14 +212,14 @@ async def soak(coordinator: str, pid: int, n_streams: int, minutes: float) -> No
         await asking
 
 
-async def crowd(chat: Any, name: str, n_tokens: int) -> tuple[float, int]:
-    """Seconds to the first of as many tokens as come at once, and how many came."""
-    first, _, n = await spans_of(await through(chat, name, n_tokens, 0), lambda m: int(m.event.HasField("token")))
+async def crowd(chat: Any, name: str, n_tokens: int, gap_us: int) -> tuple[float, int]:
+    """Seconds to the first token of one stream among many, and how many tokens came."""
+    first, _, n = await spans_of(await through(chat, name, n_tokens, gap_us), lambda m: int(m.event.HasField("token")))
     return first, n
 
 
 def commit_ms(folder: Path) -> float:
-    """Median of a commit to the disk that the coordinator writes to; a turn's first token waits for two."""
+    """Median of a commit to the disk that the coordinator writes to; a turn's first token waits for one."""
     database = sqlite3.connect(folder / "probe.sqlite3", isolation_level=None)
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = FULL")
@@ -290,7 +304,7 @@ def main(streams: int, idle_sessions: int, soak_minutes: float, serve: tuple[str
         return
     with tempfile.TemporaryDirectory() as folder, processes(Path(folder)) as (coordinator, worker, pid):
         click.echo(
-            f"a commit to this disk takes {commit_ms(Path(folder)):.2f} ms; a turn makes two before its first token"
+            f"a commit to this disk takes {commit_ms(Path(folder)):.2f} ms; a turn makes one before its first token"
         )
         asyncio.run(measure(coordinator, worker, pid, streams, idle_sessions))
         if soak_minutes:

@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.engine.files.resolve import resolve_model
-from kvferry.node.loop_lag import LagSummary, LoopLag
 from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from kvferry.telemetry.loop_lag import LagSummary, LoopLag
 
 MODEL: Final = "smollm2-135m"
 P99_SECONDS: Final = 0.02

@@ -173,6 +173,9 @@ class MemoryRegistry:
         self._session(session_id)
         return list(self._ledger.turns[session_id])
 
+    async def session_and_turns(self, session_id: str) -> tuple[SessionRecord, list[TurnRecord]]:
+        return await self.get_session(session_id), await self.list_turns(session_id)
+
     async def get_turn(self, session_id: str, turn_id: str) -> TurnRecord:
         self._check_open()
         self._session(session_id)
@@ -193,7 +196,7 @@ class MemoryRegistry:
         ]
         return sorted(found, key=lambda t: (t.created_at_ms, t.session_id))
 
-    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
+    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS, fingerprint: str = "") -> int:
         async with _Write(self):
             session = self._session(turn.session_id)
             turns = self._ledger.turns[turn.session_id]
@@ -210,6 +213,7 @@ class MemoryRegistry:
             self._ledger.pixels |= pixels
             self._ledger.owners[turn.session_id] = self.instance_id
             self._set(session, open_turn_id=turn.turn_id, updated_at_ms=turn.created_at_ms)
+            return self._place(turn.session_id, len(turns) - 1, fingerprint) if fingerprint else 0
 
     async def pixels(self, content_hashes: Iterable[str]) -> dict[str, bytes]:
         self._check_open()
@@ -217,12 +221,14 @@ class MemoryRegistry:
 
     async def place_turn(self, session_id: str, turn_id: str, fingerprint: str) -> int:
         async with _Write(self):
-            number = self._claim(session_id, turn_id)
-            epoch = self._session(session_id).epoch + 1
-            self._set(self._session(session_id), epoch=epoch)
-            turns = self._ledger.turns[session_id]
-            turns[number] = dataclasses.replace(turns[number], epoch=epoch, fingerprint=fingerprint)
-            return epoch
+            return self._place(session_id, self._claim(session_id, turn_id), fingerprint)
+
+    def _place(self, session_id: str, number: int, fingerprint: str) -> int:
+        epoch = self._session(session_id).epoch + 1
+        self._set(self._session(session_id), epoch=epoch)
+        turns = self._ledger.turns[session_id]
+        turns[number] = dataclasses.replace(turns[number], epoch=epoch, fingerprint=fingerprint)
+        return epoch
 
     async def finish_turn(
         self, session_id: str, turn_id: str, epoch: int, outcome: TurnOutcome, placements: Sequence[bytes], now_ms: int

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from kvferry.coordinator.turn import Turn
 from kvferry.proto.v1 import chat_pb2
 from kvferry.telemetry.families import PREFIX, counter, gauge, info, labelled, of_message, of_messages
+from kvferry.telemetry.loop_lag import LoopLag
 
 SCRAPE_SECONDS: Final = 5.0
 """A registry that hangs must not hang the monitor."""
@@ -50,9 +51,12 @@ NODE_LABELS: Final = {"node": "node_id"}
 class CoordinatorMetrics(Collector):
     """Made in the event loop that runs `status` and `turn_finished`; `collect` is called by any other thread."""
 
-    def __init__(self, status: Callable[[], Coroutine[None, None, chat_pb2.GetStatusResponse]]) -> None:
+    def __init__(
+        self, status: Callable[[], Coroutine[None, None, chat_pb2.GetStatusResponse]], loop_lag: LoopLag
+    ) -> None:
         own = self._registry = CollectorRegistry()
         self._status = status
+        self._loop_lag = loop_lag
         self._loop = asyncio.get_running_loop()
         self._turns = Counter(f"{PREFIX}_turns", "Turns by how they ended.", ["reason"], registry=own)
         self._first_token = Histogram(
@@ -116,6 +120,10 @@ class CoordinatorMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Of the turns since the start, and of the cluster at this moment."""
         yield from self._registry.collect()
+        yield labelled(
+            "event_loop_lag_seconds", "How late the event loop woke in the last half minute.", "quantile",
+            self._loop_lag.summary().by_quantile(),
+        )  # fmt: skip
         status = asyncio.run_coroutine_threadsafe(self._status(), self._loop).result(SCRAPE_SECONDS)
         yield info(
             "coordinator",

@@ -14,9 +14,10 @@ from kvferry.coordinator.surroundings import Surroundings
 
 
 async def new_record(
-    around: Surroundings, session: SessionRecord, model: ServedModel, request: TurnRequest, new_id: Callable[[], str]
-) -> tuple[TurnRecord, History, Mapping[str, bytes]]:
-    """The turn, what it is appended to, and the pixels of its pictures by content hash.
+    around: Surroundings, session: SessionRecord, turns: Sequence[TurnRecord], model: ServedModel,
+    request: TurnRequest, new_id: Callable[[], str],
+) -> tuple[TurnRecord, History, Mapping[str, bytes]]:  # fmt: skip
+    """The turn after these in its session, what it is appended to, and the pixels of its pictures by content hash.
 
     Raises SessionBusy, PromptTooLong, InvalidMessage, InvalidTools, InvalidFormat, FormatTooComplex, NoVision,
     InvalidImage, ImagesTooLarge.
@@ -29,7 +30,6 @@ async def new_record(
         raise InvalidMessage(
             "only the first message of a session may have the role system; this session has begun already"
         )
-    turns = await around.registry.list_turns(request.session_id)
     history = History.of(turns)
     prepared = await model.preparation.prepare(around.in_thread, request, turns, history)
     n_prompt_tokens = len(history.token_ids) + len(prepared.prompt_ids)

@@ -6,7 +6,8 @@ Rules that every implementation obeys, and that ``tests/coordinator/test_registr
   RegistryUnavailable, after which the effect may be there or not: whoever asks again finds out.
 - The tokens of a session are the concatenation, in order, of ``prompt_ids`` and ``outcome.answer_ids`` of its *kept*
   turns (finished, and not by an error). They are the authority; text is never tokenised a second time.
-- A session has at most one open turn. ``epoch`` only grows: it is raised by ``place_turn``, before a node is asked.
+- A session has at most one open turn. ``epoch`` only grows: each placement raises it, before a node is asked. The
+  first one may come with ``begin_turn``; all others, and the first one when it comes later, are ``place_turn``'s.
 - An open turn is the coordinator's that began or claimed it. As long as that one lives, ``claim_turn``, ``place_turn``
   and ``finish_turn`` of another raise TurnElsewhere; when it is gone, the first of them takes the turn over.
 - Writes compare before they set: ``begin_turn`` checks the length of the history it was computed from,
@@ -267,6 +268,9 @@ class Registry(Protocol):
     async def list_turns(self, session_id: str) -> list[TurnRecord]:
         """In order, open and failed ones included. Raises UnknownSession."""
 
+    async def session_and_turns(self, session_id: str) -> tuple[SessionRecord, list[TurnRecord]]:
+        """Both as of one moment. Raises UnknownSession."""
+
     async def get_turn(self, session_id: str, turn_id: str) -> TurnRecord:
         """The turn, or the latest one for an empty ``turn_id``. Raises UnknownSession, UnknownTurn."""
 
@@ -276,8 +280,11 @@ class Registry(Protocol):
         ``known``: session_id and turn_id of those to leave out.
         """
 
-    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
+    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS, fingerprint: str = "") -> int:
         """``pixels``: PNG files of the turn's pictures by content hash, kept once for all sessions that use them.
+
+        ``fingerprint``: of a node that it is placed on in the same step, as by ``place_turn``. Returns the epoch of
+        that placement, or 0 without one.
 
         Raises UnknownSession, TurnExists, SessionBusy (an open turn, or a history of another length)."""
 

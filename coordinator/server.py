@@ -41,6 +41,7 @@ from kvferry.proto.malformed import MalformedRefused
 from kvferry.proto.ready_file import write_ready_file
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from kvferry.telemetry.exposition import Exposition
+from kvferry.telemetry.loop_lag import LoopLag
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ async def serve(
         started_s=clock(), clock=clock, wall_ms=wall_ms,
     )  # fmt: skip
     chat_pb2_grpc.add_ChatServiceServicer_to_server(chat, server)
-    metrics = CoordinatorMetrics(chat.status)
+    loop_lag = LoopLag(clock)
+    metrics = CoordinatorMetrics(chat.status, loop_lag)
     turns.on_finished = metrics.turn_finished
     forgetting = Forgetting(registry, snapshots, settings.sharing, wall_ms)
     turns.on_deleted = forgetting.deleted
@@ -127,6 +129,7 @@ async def serve(
     try:
         snapshots.start()
         background.start(fleet.run(), "fleet")
+        background.start(loop_lag.run(), "loop lag")
         background.start(forgetting.run(), "forgetting")
         background.start(settle(around.settled, grace_seconds(settings, fleet, is_new=registry.is_new)), "settle")
         await registry.announce(settings.advertised(address))

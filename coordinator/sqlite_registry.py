@@ -1,24 +1,19 @@
-"""The embedded registry: one SQLite file on a local disk, one thread that owns the connection.
+"""The embedded registry: one SQLite file on a local disk, and one thread that has it open (``sqlite_thread.py``).
 
-WAL with ``synchronous=FULL``: a commit has reached the disk when its method returns. The loop never touches SQLite;
-each method hands a function to the registry's thread and waits for it without blocking.
+The loop never touches SQLite; each method hands a function to that thread and waits for it without blocking.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import contextlib
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 from kvferry.coordinator.errors import (
     IndexOutOfRange,
-    RegistryUnavailable,
     SessionBusy,
     SessionExists,
     StaleEpoch,
@@ -46,7 +41,6 @@ from kvferry.coordinator.sqlite_pixels import (
     used_pixels,
 )
 from kvferry.coordinator.sqlite_schema import (
-    Opening,
     insert,
     insert_placements,
     open_turn_values,
@@ -57,8 +51,7 @@ from kvferry.coordinator.sqlite_schema import (
     unpack_tokens,
     update_turn,
 )
-
-T = TypeVar("T")
+from kvferry.coordinator.sqlite_thread import SqliteThread
 
 
 class SqliteRegistry:
@@ -68,8 +61,7 @@ class SqliteRegistry:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
-        self._connection: sqlite3.Connection | None = None
+        self._thread = SqliteThread(path)
         self.coordinator_id = ""
         self.generation = 0
         self.is_new = False
@@ -84,39 +76,26 @@ class SqliteRegistry:
         ``first_generation``: of a file that is made now. ``generation_at_least``: the operator's word.
         """
         try:
-            opening = await self._in_thread(
-                lambda: self._open(new_coordinator_id, first_generation, generation_at_least)
+            opening = await self._thread.open(
+                lambda db: prepare(db, new_coordinator_id, first_generation, generation_at_least)
             )
-            self.coordinator_id, self.generation = opening.coordinator_id, opening.generation
-            self.is_new = opening.is_new
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    def _open(self, new_coordinator_id: str, first_generation: int, generation_at_least: int) -> Opening:
-        try:
-            self._connection = sqlite3.connect(self._path, isolation_level="IMMEDIATE")
-            self._connection.row_factory = sqlite3.Row
-            for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
-                self._connection.execute(f"PRAGMA {pragma}")
-            return prepare(self._connection, new_coordinator_id, first_generation, generation_at_least)
         except sqlite3.Error as e:
+            await self.close()
             raise StatePathInvalid(
                 f"the registry {self._path} cannot be opened: {e}; {what_to_do(e, self._path)}"
             ) from e
         except (KeyError, ValueError) as e:  # tables as ours, with something else in them
+            await self.close()
             raise StatePathInvalid(f"the registry {self._path} cannot be opened: {DAMAGED}") from e
+        except BaseException:
+            await self.close()
+            raise
+        self.coordinator_id, self.generation = opening.coordinator_id, opening.generation
+        self.is_new = opening.is_new
+        return self
 
     async def close(self) -> None:
-        def close_connection() -> None:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
-
-        with contextlib.suppress(RegistryUnavailable):  # closed already
-            await self._in_thread(close_connection)
-        self._thread.shutdown(wait=False)
+        await self._thread.close()
 
     async def announce(self, address: str) -> None:
         """There is nobody to be told."""
@@ -125,13 +104,13 @@ class SqliteRegistry:
         return True
 
     async def claim_turn(self, session_id: str, turn_id: str) -> None:
-        await self._read(lambda db: select_open_turn(db, session_id, turn_id))
+        await self._thread.read(lambda db: select_open_turn(db, session_id, turn_id))
 
     async def create_session(self, session: SessionRecord) -> None:
-        await self._write(lambda db: insert_session(db, session))
+        await self._thread.write(lambda db: insert_session(db, session))
 
     async def get_session(self, session_id: str) -> SessionRecord:
-        return await self._read(lambda db: select_session(db, session_id))
+        return await self._thread.read(lambda db: select_session(db, session_id))
 
     async def list_sessions(self, limit: int, after: PageKey | None) -> list[SessionRecord]:
         def select(db: sqlite3.Connection) -> list[SessionRecord]:
@@ -142,12 +121,12 @@ class SqliteRegistry:
             )
             return [session_of(row) for row in db.execute(query, (*start, limit))]
 
-        return await self._read(select)
+        return await self._thread.read(select)
 
     async def fork_session(
         self, session_id: str, fork: SessionRecord, n_turns: int | None, last_outcome: TurnOutcome | None = None
     ) -> SessionRecord:
-        return await self._write(lambda db: fork_session(db, session_id, fork, n_turns, last_outcome))
+        return await self._thread.write(lambda db: fork_session(db, session_id, fork, n_turns, last_outcome))
 
     async def import_session(
         self, session: SessionRecord, turns: Sequence[TurnRecord], pixels: Mapping[str, bytes] = NO_PIXELS
@@ -158,14 +137,14 @@ class SqliteRegistry:
                 insert(db, "turns", open_turn_values(turn, position) | outcome_values(kept_outcome(turn)))
             keep_pixels(db, session.session_id, pixels)
 
-        await self._write(import_all)
+        await self._thread.write(import_all)
 
     async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
         query = (
             "SELECT session_id FROM sessions WHERE updated_at_ms < ? AND open_turn_id = '' "
             "ORDER BY updated_at_ms, session_id LIMIT ?"
         )
-        return await self._read(lambda db: [row["session_id"] for row in db.execute(query, (before_ms, limit))])
+        return await self._thread.read(lambda db: [row["session_id"] for row in db.execute(query, (before_ms, limit))])
 
     async def delete_session(self, session_id: str) -> None:
         def delete(db: sqlite3.Connection) -> None:
@@ -175,7 +154,7 @@ class SqliteRegistry:
             db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
             drop_unused_pixels(db, used)
 
-        await self._write(delete)
+        await self._thread.write(delete)
 
     async def session_tokens(self, session_id: str) -> TokenArray:
         def select(db: sqlite3.Connection) -> TokenArray:
@@ -184,18 +163,20 @@ class SqliteRegistry:
                 blob for row in select_kept_turns(db, session_id) for blob in (row["prompt_ids"], row["answer_ids"])
             )
 
-        return await self._read(select)
+        return await self._thread.read(select)
 
     async def list_turns(self, session_id: str) -> list[TurnRecord]:
         def select(db: sqlite3.Connection) -> list[TurnRecord]:
             select_session(db, session_id)
-            rows = db.execute("SELECT * FROM turns WHERE session_id = ? ORDER BY position", (session_id,))
-            return [turn_of(row) for row in rows]
+            return select_turns(db, session_id)
 
-        return await self._read(select)
+        return await self._thread.read(select)
+
+    async def session_and_turns(self, session_id: str) -> tuple[SessionRecord, list[TurnRecord]]:
+        return await self._thread.read(lambda db: (select_session(db, session_id), select_turns(db, session_id)))
 
     async def get_turn(self, session_id: str, turn_id: str) -> TurnRecord:
-        return await self._read(lambda db: select_turn(db, session_id, turn_id))
+        return await self._thread.read(lambda db: select_turn(db, session_id, turn_id))
 
     async def open_turns(self, known: Container[tuple[str, str]] = ()) -> list[TurnRecord]:
         query = "SELECT * FROM turns WHERE reason IS NULL ORDER BY created_at_ms, session_id"
@@ -203,27 +184,25 @@ class SqliteRegistry:
         def select(db: sqlite3.Connection) -> list[TurnRecord]:
             return [turn_of(row) for row in db.execute(query) if (row["session_id"], row["turn_id"]) not in known]
 
-        return await self._read(select)
+        return await self._thread.read(select)
 
-    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
-        def begin(db: sqlite3.Connection) -> None:
+    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS, fingerprint: str = "") -> int:
+        def begin(db: sqlite3.Connection) -> int:
             begin_turn(db, turn)
             keep_pixels(db, turn.session_id, pixels)
+            return place_turn(db, turn.session_id, turn.turn_id, fingerprint) if fingerprint else 0
 
-        await self._write(begin)
+        return await self._thread.write(begin)
 
     async def pixels(self, content_hashes: Iterable[str]) -> dict[str, bytes]:
-        return await self._read(lambda db: select_pixels(db, content_hashes))
+        return await self._thread.read(lambda db: select_pixels(db, content_hashes))
 
     async def place_turn(self, session_id: str, turn_id: str, fingerprint: str) -> int:
         def place(db: sqlite3.Connection) -> int:
             select_open_turn(db, session_id, turn_id)
-            epoch = select_session(db, session_id).epoch + 1
-            db.execute("UPDATE sessions SET epoch = ? WHERE session_id = ?", (epoch, session_id))
-            update_turn(db, session_id, turn_id, {"epoch": epoch, "fingerprint": fingerprint})
-            return epoch
+            return place_turn(db, session_id, turn_id, fingerprint)
 
-        return await self._write(place)
+        return await self._thread.write(place)
 
     async def finish_turn(
         self, session_id: str, turn_id: str, epoch: int, outcome: TurnOutcome, placements: Sequence[bytes], now_ms: int
@@ -241,7 +220,7 @@ class SqliteRegistry:
                 (now_ms, n_new_tokens, int(outcome.kept), session_id),
             )
 
-        await self._write(finish)
+        await self._thread.write(finish)
 
     async def list_placements(self, session_id: str) -> dict[str, list[bytes]]:
         def select(db: sqlite3.Connection) -> dict[str, list[bytes]]:
@@ -252,7 +231,7 @@ class SqliteRegistry:
                 found.setdefault(turn_id, []).append(blob)
             return found
 
-        return await self._read(select)
+        return await self._thread.read(select)
 
     async def counts(self) -> RegistryCounts:
         def count(db: sqlite3.Connection) -> RegistryCounts:
@@ -260,43 +239,7 @@ class SqliteRegistry:
             (n_open,) = db.execute("SELECT count(*) FROM turns WHERE reason IS NULL").fetchone()
             return RegistryCounts(n_sessions=n_sessions, n_open_turns=n_open)
 
-        return await self._read(count)
-
-    async def _read(self, function: Callable[[sqlite3.Connection], T]) -> T:
-        return await self._in_thread(lambda: function(self._usable()))
-
-    async def _write(self, function: Callable[[sqlite3.Connection], T]) -> T:
-        """``function`` in one transaction: committed to disk when it returns, rolled back when it raises."""
-
-        def transact() -> T:
-            with transaction(self._usable()) as db:
-                return function(db)
-
-        return await self._in_thread(transact)
-
-    def _usable(self) -> sqlite3.Connection:
-        if self._connection is None:
-            raise RegistryUnavailable("the registry is closed")
-        return self._connection
-
-    async def _in_thread(self, function: Callable[[], T]) -> T:
-        # The thread finishes a transaction even when its caller was cancelled: it is whole or not there, never half.
-        try:
-            future = self._thread.submit(function)
-        except RuntimeError as e:  # the executor's word for "shut down"
-            raise RegistryUnavailable("the registry is closed") from e
-        try:
-            return await asyncio.wrap_future(future)
-        except sqlite3.Error as e:
-            raise RegistryUnavailable(f"the registry {self._path} failed: {e}; {what_to_do(e, self._path)}") from e
-
-
-@contextlib.contextmanager
-def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """BEGIN IMMEDIATE … COMMIT, so that what is compared and what is set belong together."""
-    db.execute("BEGIN IMMEDIATE")
-    with db:  # commits, or rolls back on any exception
-        yield db
+        return await self._thread.read(count)
 
 
 def insert_session(db: sqlite3.Connection, session: SessionRecord) -> None:
@@ -333,6 +276,11 @@ def select_open_turn(db: sqlite3.Connection, session_id: str, turn_id: str) -> T
     return turn_of(row)
 
 
+def select_turns(db: sqlite3.Connection, session_id: str) -> list[TurnRecord]:
+    rows = db.execute("SELECT * FROM turns WHERE session_id = ? ORDER BY position", (session_id,))
+    return [turn_of(row) for row in rows]
+
+
 def select_kept_turns(db: sqlite3.Connection, session_id: str) -> list[sqlite3.Row]:
     query = "SELECT * FROM turns WHERE session_id = ? AND reason IS NOT NULL AND reason <> ? ORDER BY position"
     return db.execute(query, (session_id, int(FinishReason.ERROR))).fetchall()
@@ -358,6 +306,13 @@ def begin_turn(db: sqlite3.Connection, turn: TurnRecord) -> None:
         "UPDATE sessions SET open_turn_id = ?, updated_at_ms = ? WHERE session_id = ?",
         (turn.turn_id, turn.created_at_ms, turn.session_id),
     )
+
+
+def place_turn(db: sqlite3.Connection, session_id: str, turn_id: str, fingerprint: str) -> int:
+    raising = "UPDATE sessions SET epoch = epoch + 1 WHERE session_id = ? RETURNING epoch"
+    ((epoch,),) = db.execute(raising, (session_id,)).fetchall()
+    update_turn(db, session_id, turn_id, {"epoch": epoch, "fingerprint": fingerprint})
+    return int(epoch)
 
 
 def kept_outcome(turn: TurnRecord) -> TurnOutcome:

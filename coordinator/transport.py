@@ -124,11 +124,6 @@ class GrpcTransport:
             await channel.close()
         self._channels.clear()
 
-    def forget(self, address: str) -> None:
-        """Nobody serves at this address any more."""
-        if (channel := self._channels.pop(address, None)) is not None:
-            asyncio.get_running_loop().create_task(channel.close())
-
     async def _connect(self, address: str) -> None:
         """Tell a node that cannot be reached from one that breaks down over the turn."""
         channel = self._channel(address)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -33,12 +33,13 @@ from kvferry.coordinator.prediction import Prediction
 from kvferry.coordinator.reading import Readers
 from kvferry.coordinator.registry import FinishReason, TokenArray
 from kvferry.coordinator.routing import Choice
+from kvferry.coordinator.run_request import prompt_images, run_request
 from kvferry.coordinator.surroundings import Surroundings, T
 from kvferry.coordinator.tasks import Bell, first_of
 from kvferry.coordinator.tenants import marked
 from kvferry.coordinator.transport import Messages, PlacementLost
 from kvferry.coordinator.turn import Blame, Loss, Phase, Turn
-from kvferry.proto.v1 import chat_pb2, common_pb2, worker_pb2
+from kvferry.proto.v1 import chat_pb2, worker_pb2
 from kvferry.store.vlkv3 import identity_ids
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,25 @@ class TurnRunner:
         # The record has it by the wall clock, since it has to outlive a process; within one no jump of that counts.
         deadline_ms = turn.record.deadline_ms
         self._ends_s = self._now() + (deadline_ms - around.wall_ms()) / 1000 if deadline_ms else None
+        # A placement that is durable and that no node has heard of yet, with its epoch.
+        self._begun: tuple[Choice, int] | None = None
         # Nobody wants more of it.
         self._cancelled = asyncio.Event()
+
+    async def begin(self, pixels: Mapping[str, bytes]) -> None:
+        """Make the turn durable, and its first placement with it when a node may take it at once.
+
+        Before ``run``; ``pixels`` and errors as of ``Registry.begin_turn``.
+        """
+        around, choice = self._around, None
+        if around.settled.is_set():
+            await around.admission.place(self.turn.record.priority, self._arrival)
+            choice = self._choose()
+        if choice is None or choice.member is None:
+            await around.registry.begin_turn(self.turn.record, pixels)
+            return
+        epoch = await around.registry.begin_turn(self.turn.record, pixels, choice.member.node.fingerprint)
+        self._begun = choice, epoch
 
     async def run(self) -> None:
         """The whole life of a turn, or until another coordinator has it: then it goes on there, or is over."""
@@ -109,8 +127,8 @@ class TurnRunner:
     async def _run(self) -> None:
         try:
             while not self.turn.is_over:
-                choice = await self._find_node()
-                epoch = await self._make_placement_durable(choice)
+                choice, epoch = self._begun or await self._place()
+                self._begun = None
                 await self._follow(choice, epoch)
         except TAKEN_OVER:
             raise
@@ -152,6 +170,10 @@ class TurnRunner:
         """Until its deadline."""
         return None if self._ends_s is None else max(0.0, self._ends_s - self._now())
 
+    async def _place(self) -> tuple[Choice, int]:
+        choice = await self._find_node()
+        return choice, await self._make_placement_durable(choice)
+
     async def _find_node(self) -> Choice:
         """Wait until a node may take the turn; a choice without one when the turn is over before."""
         around, turn = self._around, self.turn
@@ -166,17 +188,21 @@ class TurnRunner:
             await around.admission.place(turn.record.priority, self._arrival)
             if self._cancelled.is_set():
                 break
-            token_ids = self._token_ids()
-            stored = around.snapshots.longest_prefixes(token_ids, self._spans, self._namespace)
-            places = tuple((span.start, span.start + span.length) for span in self._spans)
-            wanted = dataclasses.replace(turn.route_request(), model=self._model.model_name, images=places)
-            choice = around.rule(around.fleet.view(stored, self._with_answer(self._compared_ids)), wanted)
+            choice = self._choose()
             if choice.member is not None:
                 self.obstacle = ""
                 break
             self._stuck(choice.summary)
             await first_of(around.fleet.changed.wait(seen), self._cancelled.wait())
         return choice
+
+    def _choose(self) -> Choice:
+        """The node that would answer soonest, as things are now."""
+        around = self._around
+        stored = around.snapshots.longest_prefixes(self._token_ids(), self._spans, self._namespace)
+        places = tuple((span.start, span.start + span.length) for span in self._spans)
+        wanted = dataclasses.replace(self.turn.route_request(), model=self._model.model_name, images=places)
+        return around.rule(around.fleet.view(stored, self._with_answer(self._compared_ids)), wanted)
 
     async def _pause(self) -> None:
         """Until the turn may be placed again; no longer than until a node comes that was not there."""
@@ -233,7 +259,7 @@ class TurnRunner:
     async def _read(self, node: Node, epoch: int, prediction: Prediction, awaiting: Awaiting) -> None:
         """Feed the node's messages to the turn until the placement is over."""
         turn = self.turn
-        request = self._request(epoch, await self._images(), recompute=prediction.recompute)
+        request = await self._request(epoch, recompute=prediction.recompute)
         try:
             async with contextlib.aclosing(self._call(node, request)) as messages:
                 async for message in messages:
@@ -338,44 +364,14 @@ class TurnRunner:
         self.obstacle = obstacle
         self.changed.ring()
 
-    async def _images(self) -> list[worker_pb2.PromptImage]:
-        """The session's pictures with their pixels, each content's once."""
-        if not self._pictures:
-            return []
+    async def _request(self, epoch: int, *, recompute: bool) -> worker_pb2.RunTurnRequest:
+        """With the pixels of its pictures, which take long to read."""
         names = dict.fromkeys(picture.content_hash for picture in self._pictures)
-        pixels = await self._durably(lambda: self._around.registry.pixels(names))
-        return [
-            worker_pb2.PromptImage(
-                content_hash=bytes.fromhex(picture.content_hash),
-                start=picture.start,
-                grid_rows=picture.rows,
-                grid_cols=picture.cols,
-                pixels=pixels.pop(picture.content_hash, b""),
-            )
-            for picture in self._pictures
-        ]
-
-    def _request(
-        self, epoch: int, images: list[worker_pb2.PromptImage], *, recompute: bool
-    ) -> worker_pb2.RunTurnRequest:
-        record = self.turn.record
-        return worker_pb2.RunTurnRequest(
-            session_id=record.session_id,
-            turn_id=record.turn_id,
-            epoch=epoch,
-            coordinator_generation=self._around.registry.generation,
-            coordinator_instance=self._around.registry.instance_id,
-            token_ids=self._token_ids().tolist(),
-            n_prompt_tokens=record.n_prompt_tokens,
-            sampling=common_pb2.SamplingSettings.FromString(record.sampling),
-            max_tokens=record.max_tokens,
-            priority=record.priority,
-            end_token_ids=self._model.end_token_ids,
-            recompute=recompute,
-            grammar=record.form.grammar,
-            images=images,
-            namespace=self._namespace,
-        )
+        pixels = await self._durably(lambda: self._around.registry.pixels(names)) if names else {}
+        return run_request(
+            self.turn.record, self._around.registry, self._model, epoch=epoch, token_ids=self._token_ids(),
+            images=prompt_images(self._pictures, pixels), namespace=self._namespace, recompute=recompute,
+        )  # fmt: skip
 
     def _token_ids(self) -> TokenArray:
         """Int32 [n]: the session's tokens, this turn's prompt, and its answer so far."""

@@ -112,11 +112,14 @@ class Turns:
             if known is not None and request.n_samples == 1:
                 return known.session_id, known.turn_id
             with self._places_among_open_turns(request.n_samples):
-                session, model = await self._own_session(request.session_id)
+                session, turns = await self._around.registry.session_and_turns(request.session_id)
+                model = self._models.of_session(session)
                 pixels: Mapping[str, bytes] = {}
                 record = known
                 if record is None:
-                    record, history, pixels = await new_record(self._around, session, model, request, self._new_id)
+                    record, history, pixels = await new_record(
+                        self._around, session, turns, model, request, self._new_id
+                    )
                     await self._start_durably(session, record, history, pixels)
                 await self._begin_other_samples(session, record, pixels)
             return record.session_id, record.turn_id
@@ -124,10 +127,11 @@ class Turns:
     async def _start_durably(
         self, session: SessionRecord, record: TurnRecord, history: History, pixels: Mapping[str, bytes]
     ) -> None:
-        await self._around.registry.begin_turn(record, pixels)
+        runner = self._runner(session, record, history, resumed=False)
+        await runner.begin(pixels)
         if self._stopping.is_set():
             raise stopping()  # it is open in the registry: the next start takes it up
-        self._start(session, record, history, resumed=False)
+        self._start(runner)
 
     async def _begin_other_samples(self, session: SessionRecord, first: TurnRecord, pixels: Mapping[str, bytes]) -> int:
         """Those that have not begun, which after an attempt that failed on the way may be some; returns how many."""
@@ -335,13 +339,16 @@ class Turns:
                 # only now does it stay as it is: whoever had it before may have placed it in between
                 record, session = await registry.get_turn(*key), await registry.get_session(key[0])
                 logger.info("turn %s of session %s is taken up", key[1], key[0])
-                self._start(session, record, await self._history(key[0]), resumed=True)
+                self._start(self._runner(session, record, await self._history(key[0]), resumed=True))
             return self._runners.get(key)
 
-    def _start(self, session: SessionRecord, record: TurnRecord, history: History, *, resumed: bool) -> None:
+    def _runner(self, session: SessionRecord, record: TurnRecord, history: History, *, resumed: bool) -> TurnRunner:
         model = self._models.of_session(session).text
         turn = Turn(record, ModelAnswerText(model, record.stop), self._policy, self._around.clock(), resumed=resumed)
-        runner = TurnRunner(turn, history, model, self._around, self._sharing.namespace(session.tenant))
+        return TurnRunner(turn, history, model, self._around, self._sharing.namespace(session.tenant))
+
+    def _start(self, runner: TurnRunner) -> None:
+        record = runner.turn.record
         key = (record.session_id, record.turn_id)
         self._runners[key] = runner
         self._tasks[key] = asyncio.create_task(runner.run(), name=f"turn {record.session_id}/{record.turn_id}")

@@ -52,10 +52,9 @@ class NodeMetrics(Collector):
         is_ready = self._state.serving is not None and not self._state.fence.draining
         yield value("node_ready", "1 once the engine has warmed up, and until it drains.", is_ready)
         yield value("node_uptime_seconds", "Since the process started.", now - self._state.started_at)
-        lag = self._state.loop_lag.summary()
         yield labelled(
             "event_loop_lag_seconds", "How late the event loop woke in the last half minute.", "quantile",
-            {"0.5": lag.p50, "0.99": lag.p99, "1": lag.largest},
+            self._state.loop_lag.summary().by_quantile(),
         )  # fmt: skip
         yield labelled("temperature_celsius", "Of a thermal zone.", "zone", self._temperatures())
         serving = self._state.serving

@@ -14,13 +14,13 @@ from kvferry.node.engine_thread import EngineThread
 from kvferry.node.errors import QueueFull, SessionBusy, Starting
 from kvferry.node.fencing import Fence
 from kvferry.node.io_threads import IoThreads
-from kvferry.node.loop_lag import LoopLag
 from kvferry.node.messages import StoreNews
 from kvferry.node.rules import Rules
 from kvferry.node.turns import Turn
 from kvferry.node.vision_thread import VisionThread
 from kvferry.node.wire import load_message
 from kvferry.proto.v1 import common_pb2, worker_pb2
+from kvferry.telemetry.loop_lag import LoopLag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,11 @@ from kvferry.engine.vision.placed import Images, PlacedImage
 from kvferry.engine.vision.positions import Grid
 from kvferry.node.errors import InvalidRequest, NoVision
 from kvferry.node.load import NodeView, Totals
-from kvferry.node.loop_lag import LagSummary
 from kvferry.node.messages import Published, StoreNews
 from kvferry.node.turns import Finished, Prefix, Token
 from kvferry.proto.v1 import common_pb2, worker_pb2
 from kvferry.store.statistics import StoreStatistics
+from kvferry.telemetry.loop_lag import LagSummary
 
 MAX_NAME_BYTES: Final = 256
 MAX_PRIORITY: Final = 100

@@ -246,6 +246,10 @@ class EtcdRegistry:
     async def list_turns(self, session_id: str) -> list[TurnRecord]:
         return await self._all_turns(await self._sessions.see(session_id))
 
+    async def session_and_turns(self, session_id: str) -> tuple[SessionRecord, list[TurnRecord]]:
+        seen = await self._sessions.see(session_id)
+        return seen.record, await self._all_turns(seen)
+
     async def _all_turns(self, seen: Seen) -> list[TurnRecord]:
         return [turn.record for turn in await self._sessions.turns(seen)]
 
@@ -266,10 +270,10 @@ class EtcdRegistry:
                 found.append(record)
         return sorted(found, key=lambda t: (t.created_at_ms, t.session_id))
 
-    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS) -> None:
+    async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS, fingerprint: str = "") -> int:
         used = [] if not turn.pictures else await self._keep_pixels(turn, pixels)
         try:
-            await self._begin_turn(turn)
+            return await self._begin_turn(turn, fingerprint)
         except (TurnExists, SessionBusy, UnknownSession):
             await self._pixels.drop_uses(turn.session_id, used)
             raise
@@ -278,38 +282,27 @@ class EtcdRegistry:
         await self._sessions.see(turn.session_id)  # before anything is written for it
         return await self._pixels.keep(turn.session_id, pictures_of([turn]), pixels)
 
-    async def _begin_turn(self, turn: TurnRecord) -> None:
-        async def plan(seen: Seen) -> Change[None]:
-            await self._check_beginning(seen, turn)
+    async def _begin_turn(self, turn: TurnRecord, fingerprint: str) -> int:
+        async def plan(seen: Seen) -> Change[int]:
+            await self._sessions.check_beginning(seen, turn)
             position = seen.stored.n_begun
+            epoch = seen.record.epoch + 1 if fingerprint else 0
             opened = OpenTurn(
-                turn_id=turn.turn_id, position=position, n_new_tokens=len(turn.prompt_ids), owner=self.instance_id
-            )
+                turn_id=turn.turn_id, position=position, n_new_tokens=len(turn.prompt_ids), owner=self.instance_id,
+                epoch=epoch, fingerprint=fingerprint,
+            )  # fmt: skip
             changes = [
                 await self._sessions.request_change(seen.place, position, turn),
                 put(self._keys.turn_id(seen.place, turn.turn_id), b"%d" % position),
                 self._put_open(turn.session_id, opened),
                 *self._session_changes(
-                    seen, n_begun=position + 1, open_turn_id=turn.turn_id, updated_at_ms=turn.created_at_ms
+                    seen, n_begun=position + 1, open_turn_id=turn.turn_id, updated_at_ms=turn.created_at_ms,
+                    epoch=epoch or seen.record.epoch,
                 ),
-            ]
-            return Change(None, changes)
+            ]  # fmt: skip
+            return Change(epoch, changes)
 
-        await self._change(turn.session_id, plan)
-
-    async def _check_beginning(self, seen: Seen, turn: TurnRecord) -> None:
-        record = seen.record
-        if await self._sessions.position(seen, turn.turn_id) is not None:
-            raise TurnExists(f"session {turn.session_id} has a turn {turn.turn_id} already")
-        if record.open_turn_id:
-            raise SessionBusy(
-                f"session {turn.session_id} is answering turn {record.open_turn_id}: wait for it or cancel it"
-            )
-        if record.n_tokens != turn.n_history_tokens:
-            raise SessionBusy(
-                f"session {turn.session_id} grew from {turn.n_history_tokens} to {record.n_tokens} tokens meanwhile: "
-                "ask again"
-            )
+        return await self._change(turn.session_id, plan)
 
     async def pixels(self, content_hashes: Iterable[str]) -> dict[str, bytes]:
         return await self._pixels.read(content_hashes)

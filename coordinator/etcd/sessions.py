@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
-from kvferry.coordinator.errors import RegistryUnavailable, UnknownSession, UnknownTurn
+from kvferry.coordinator.errors import RegistryUnavailable, SessionBusy, TurnExists, UnknownSession, UnknownTurn
 from kvferry.coordinator.etcd.blobs import Blobs
 from kvferry.coordinator.etcd.client import EtcdClient, end_of, put
 from kvferry.coordinator.etcd.keys import Keys, last_part
@@ -113,6 +113,21 @@ class EtcdSessions:
         if position < 0:
             raise UnknownTurn(f"session {session_id} has no turn yet")
         return await self.turn(seen, position)
+
+    async def check_beginning(self, seen: Seen, turn: TurnRecord) -> None:
+        """That the turn may begin. Raises TurnExists, SessionBusy."""
+        record = seen.record
+        if await self.position(seen, turn.turn_id) is not None:
+            raise TurnExists(f"session {turn.session_id} has a turn {turn.turn_id} already")
+        if record.open_turn_id:
+            raise SessionBusy(
+                f"session {turn.session_id} is answering turn {record.open_turn_id}: wait for it or cancel it"
+            )
+        if record.n_tokens != turn.n_history_tokens:
+            raise SessionBusy(
+                f"session {turn.session_id} grew from {turn.n_history_tokens} to {record.n_tokens} tokens meanwhile: "
+                "ask again"
+            )
 
     async def all_open(self) -> dict[str, OpenTurn]:
         """By session."""

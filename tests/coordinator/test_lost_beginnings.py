@@ -35,10 +35,10 @@ async def test_a_client_that_leaves_while_its_turn_becomes_durable_leaves_a_turn
     writing, go_on = asyncio.Event(), asyncio.Event()
     real = SqliteRegistry.begin_turn
 
-    async def slow_disk(self: SqliteRegistry, turn: object, *more: Any) -> None:
+    async def slow_disk(self: SqliteRegistry, turn: object, *more: Any) -> int:
         writing.set()
         await go_on.wait()
-        await real(self, turn, *more)
+        return await real(self, turn, *more)
 
     monkeypatch.setattr(SqliteRegistry, "begin_turn", slow_disk)
     asking = asyncio.ensure_future(all_of(client.generate(session, turn_id="t")))

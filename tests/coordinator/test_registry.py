@@ -30,6 +30,7 @@ from kvferry.coordinator.errors import (
 from kvferry.coordinator.etcd.registry import EtcdRegistry
 from kvferry.coordinator.memory_registry import Ledger, MemoryRegistry
 from kvferry.coordinator.registry import (
+    NO_PIXELS,
     AnswerForm,
     FinishReason,
     Message,
@@ -330,8 +331,31 @@ async def test_a_turn_begins_once_and_alone(registry: Registry) -> None:
 async def test_of_many_that_begin_at_once_one_succeeds(registry: Registry) -> None:
     await registry.create_session(session())
     results = await asyncio.gather(*(registry.begin_turn(turn(f"t{n}")) for n in range(20)), return_exceptions=True)
-    assert results.count(None) == 1
-    assert all(isinstance(r, SessionBusy) for r in results if r is not None)
+    assert results.count(0) == 1
+    assert all(isinstance(r, SessionBusy) for r in results if r != 0)
+
+
+async def test_a_turn_that_begins_with_a_placement_is_as_one_that_is_placed_at_once(
+    registry: Registry, open_registry: Open
+) -> None:
+    await registry.create_session(session())
+    assert await registry.begin_turn(turn(), NO_PIXELS, "fp") == 1
+    registry = await open_registry()
+    record, turns = await registry.session_and_turns("s")
+    assert (record.epoch, record.open_turn_id) == (1, "t1")
+    assert [plain(one) for one in turns] == [plain(dataclasses.replace(turn(), fingerprint="fp", epoch=1))]
+    with pytest.raises(StaleEpoch):
+        await registry.finish_turn("s", "t1", 0, outcome(), [], 9)
+    assert await registry.place_turn("s", "t1", "fp2") == 2
+    await registry.finish_turn("s", "t1", 2, outcome(), [], 9)
+    assert await registry.begin_turn(turn("t2", history=4)) == 0
+    with pytest.raises(SessionBusy):
+        await registry.begin_turn(turn("t3", history=4), NO_PIXELS, "fp")
+    assert (await registry.get_session("s")).epoch == 2
+    await finish(registry, "t2")
+    assert await registry.begin_turn(turn("t3", history=8), NO_PIXELS, "fp") == 4
+    with pytest.raises(UnknownSession):
+        await registry.session_and_turns("nobody's")
 
 
 async def test_epochs_only_grow_across_turns_and_openings(registry: Registry, open_registry: Open) -> None:
@@ -630,7 +654,7 @@ async def test_a_full_disk_is_told_with_how_little_is_free(small_disk: Path) -> 
 async def test_commits_reach_the_disk(tmp_path: Path) -> None:
     registry = await SqliteRegistry(tmp_path / "registry.sqlite3").open(new_coordinator_id="c1")
     try:
-        modes = await registry._read(
+        modes = await registry._thread.read(
             lambda db: [db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("journal_mode", "synchronous")]
         )
         assert modes == ["wal", 2]  # 2 = FULL

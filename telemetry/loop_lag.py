@@ -24,6 +24,10 @@ class LagSummary:
     largest: float = 0.0
     n_samples: int = 0
 
+    def by_quantile(self) -> dict[str, float]:
+        """As a metric has them."""
+        return {"0.5": self.p50, "0.99": self.p99, "1": self.largest}
+
 
 @dataclass(slots=True)
 class LoopLag:

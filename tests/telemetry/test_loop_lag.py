@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 
-from kvferry.node.loop_lag import N_SAMPLES, LagSummary, LoopLag
+from kvferry.telemetry.loop_lag import N_SAMPLES, LagSummary, LoopLag
 
 
 def test_nothing_measured_is_no_lag() -> None:
