@@ -40,6 +40,8 @@ class Ledger:
     coordinator_id: str = ""
     generation: int = 0
     n_openings: int = 0
+    # The highest of the sessions that were deleted.
+    epoch_floor: int = 0
     sessions: dict[str, SessionRecord] = dataclasses.field(default_factory=dict)
     turns: dict[str, list[TurnRecord]] = dataclasses.field(default_factory=dict)
     placements: dict[tuple[str, str], list[bytes]] = dataclasses.field(default_factory=dict)
@@ -106,9 +108,9 @@ class MemoryRegistry:
             self._session(session_id)
             self._claim(session_id, turn_id)
 
-    async def create_session(self, session: SessionRecord) -> None:
+    async def create_session(self, session: SessionRecord) -> SessionRecord:
         async with _Write(self):
-            self._create(session)
+            return self._create(session)
 
     async def get_session(self, session_id: str) -> SessionRecord:
         self._check_open()
@@ -136,17 +138,18 @@ class MemoryRegistry:
                 fork, model=parent.model, tokenizer_digest=parent.tokenizer_digest, tenant=parent.tenant,
                 n_tokens=len(tokens_of(copied)), n_turns=len(copied), forked_from=session_id,
             )  # fmt: skip
-            self._create(made)
+            begun = self._create(made)
             self._ledger.turns[made.session_id] = [dataclasses.replace(t, session_id=made.session_id) for t in copied]
-            return made
+            return begun
 
     async def import_session(
         self, session: SessionRecord, turns: Sequence[TurnRecord], pixels: Mapping[str, bytes] = NO_PIXELS
-    ) -> None:
+    ) -> SessionRecord:
         async with _Write(self):
-            self._create(session)
+            begun = self._create(session)
             self._ledger.turns[session.session_id] = list(turns)
             self._ledger.pixels |= pixels
+            return begun
 
     async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
         self._check_open()
@@ -159,7 +162,8 @@ class MemoryRegistry:
                 raise SessionBusy(f"session {session_id} has an open turn, {open_turn_id}: cancel it first")
             for turn in self._ledger.turns.pop(session_id):
                 self._ledger.placements.pop((session_id, turn.turn_id), None)
-            del self._ledger.sessions[session_id]
+            gone = self._ledger.sessions.pop(session_id)
+            self._ledger.epoch_floor = max(self._ledger.epoch_floor, gone.epoch)
             used = {p.content_hash for turns in self._ledger.turns.values() for t in turns for p in t.pictures}
             self._ledger.pixels = {name: png for name, png in self._ledger.pixels.items() if name in used}
 
@@ -271,11 +275,13 @@ class MemoryRegistry:
         except KeyError:
             raise UnknownSession(f"there is no session {session_id}") from None
 
-    def _create(self, session: SessionRecord) -> None:
+    def _create(self, session: SessionRecord) -> SessionRecord:
         if session.session_id in self._ledger.sessions:
             raise SessionExists(f"there is a session {session.session_id} already")
-        self._ledger.sessions[session.session_id] = session
+        begun = dataclasses.replace(session, epoch=max(session.epoch, self._ledger.epoch_floor))
+        self._ledger.sessions[session.session_id] = begun
         self._ledger.turns[session.session_id] = []
+        return begun
 
     def _set(self, session: SessionRecord, **changes: object) -> None:
         self._ledger.sessions[session.session_id] = dataclasses.replace(session, **changes)  # type: ignore[arg-type]

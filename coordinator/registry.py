@@ -8,6 +8,8 @@ Rules that every implementation obeys, and that ``tests/coordinator/test_registr
   turns (finished, and not by an error). They are the authority; text is never tokenised a second time.
 - A session has at most one open turn. ``epoch`` only grows: each placement raises it, before a node is asked. The
   first one may come with ``begin_turn``; all others, and the first one when it comes later, are ``place_turn``'s.
+  A new session begins at the highest epoch of any that was deleted, or at its own if that is higher: nodes remember
+  sessions by name, and would take one that began anew for an old one.
 - An open turn is the coordinator's that began or claimed it. As long as that one lives, ``claim_turn``, ``place_turn``
   and ``finish_turn`` of another raise TurnElsewhere; when it is gone, the first of them takes the turn over.
 - Writes compare before they set: ``begin_turn`` checks the length of the history it was computed from,
@@ -229,8 +231,8 @@ class Registry(Protocol):
         Raises UnknownSession, UnknownTurn, and TurnElsewhere for as long as another one that lives has it.
         """
 
-    async def create_session(self, session: SessionRecord) -> None:
-        """Raises SessionExists."""
+    async def create_session(self, session: SessionRecord) -> SessionRecord:
+        """Returns it as it begins. Raises SessionExists."""
 
     async def get_session(self, session_id: str) -> SessionRecord:
         """Raises UnknownSession."""
@@ -250,10 +252,10 @@ class Registry(Protocol):
 
     async def import_session(
         self, session: SessionRecord, turns: Sequence[TurnRecord], pixels: Mapping[str, bytes] = NO_PIXELS
-    ) -> None:
+    ) -> SessionRecord:
         """Make a session with these turns, all of them kept, and ``session``'s counts of them; pixels as of begin_turn.
 
-        Raises SessionExists.
+        Returns it as it begins. Raises SessionExists.
         """
 
     async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:

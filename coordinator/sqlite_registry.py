@@ -41,11 +41,13 @@ from kvferry.coordinator.sqlite_pixels import (
     used_pixels,
 )
 from kvferry.coordinator.sqlite_schema import (
+    epoch_floor,
     insert,
     insert_placements,
     open_turn_values,
     outcome_values,
     prepare,
+    raise_epoch_floor,
     session_of,
     turn_of,
     unpack_tokens,
@@ -106,8 +108,8 @@ class SqliteRegistry:
     async def claim_turn(self, session_id: str, turn_id: str) -> None:
         await self._thread.read(lambda db: select_open_turn(db, session_id, turn_id))
 
-    async def create_session(self, session: SessionRecord) -> None:
-        await self._thread.write(lambda db: insert_session(db, session))
+    async def create_session(self, session: SessionRecord) -> SessionRecord:
+        return await self._thread.write(lambda db: insert_session(db, session))
 
     async def get_session(self, session_id: str) -> SessionRecord:
         return await self._thread.read(lambda db: select_session(db, session_id))
@@ -130,14 +132,15 @@ class SqliteRegistry:
 
     async def import_session(
         self, session: SessionRecord, turns: Sequence[TurnRecord], pixels: Mapping[str, bytes] = NO_PIXELS
-    ) -> None:
-        def import_all(db: sqlite3.Connection) -> None:
-            insert_session(db, session)
+    ) -> SessionRecord:
+        def import_all(db: sqlite3.Connection) -> SessionRecord:
+            begun = insert_session(db, session)
             for position, turn in enumerate(turns):
                 insert(db, "turns", open_turn_values(turn, position) | outcome_values(kept_outcome(turn)))
             keep_pixels(db, session.session_id, pixels)
+            return begun
 
-        await self._thread.write(import_all)
+        return await self._thread.write(import_all)
 
     async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
         query = (
@@ -148,8 +151,10 @@ class SqliteRegistry:
 
     async def delete_session(self, session_id: str) -> None:
         def delete(db: sqlite3.Connection) -> None:
-            if open_turn_id := select_session(db, session_id).open_turn_id:
-                raise SessionBusy(f"session {session_id} has an open turn, {open_turn_id}: cancel it first")
+            session = select_session(db, session_id)
+            if session.open_turn_id:
+                raise SessionBusy(f"session {session_id} has an open turn, {session.open_turn_id}: cancel it first")
+            raise_epoch_floor(db, session.epoch)
             used = used_pixels(db, session_id)
             db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
             drop_unused_pixels(db, used)
@@ -242,11 +247,13 @@ class SqliteRegistry:
         return await self._thread.read(count)
 
 
-def insert_session(db: sqlite3.Connection, session: SessionRecord) -> None:
+def insert_session(db: sqlite3.Connection, session: SessionRecord) -> SessionRecord:
+    begun = dataclasses.replace(session, epoch=max(session.epoch, epoch_floor(db)))
     try:
-        insert(db, "sessions", dataclasses.asdict(session))
+        insert(db, "sessions", dataclasses.asdict(begun))
     except sqlite3.IntegrityError as e:
         raise SessionExists(f"there is a session {session.session_id} already") from e
+    return begun
 
 
 def select_session(db: sqlite3.Connection, session_id: str) -> SessionRecord:
@@ -332,16 +339,10 @@ def fork_session(
     if copied and last_outcome is not None:
         copied[-1] |= outcome_values(last_outcome)
     n_tokens = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in copied) // 4
-    made = dataclasses.replace(
-        fork,
-        model=parent.model,
-        tokenizer_digest=parent.tokenizer_digest,
-        tenant=parent.tenant,
-        n_tokens=n_tokens,
-        n_turns=len(copied),
-        forked_from=session_id,
-    )
-    insert_session(db, made)
+    made = insert_session(db, dataclasses.replace(
+        fork, model=parent.model, tokenizer_digest=parent.tokenizer_digest, tenant=parent.tenant,
+        n_tokens=n_tokens, n_turns=len(copied), forked_from=session_id,
+    ))  # fmt: skip
     for position, row in enumerate(copied):
         insert(db, "turns", {**row, "session_id": made.session_id, "position": position})
         use_pixels(db, made.session_id, [picture["content_hash"] for picture in json.loads(row["pictures"])])

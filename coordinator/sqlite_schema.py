@@ -264,6 +264,18 @@ def outcome_values(outcome: TurnOutcome) -> dict[str, object]:
     }
 
 
+def epoch_floor(connection: sqlite3.Connection) -> int:
+    """The highest epoch of the sessions that were deleted."""
+    row = connection.execute("SELECT value FROM meta WHERE key = 'epoch_floor'").fetchone()
+    return 0 if row is None else int(row["value"])
+
+
+def raise_epoch_floor(connection: sqlite3.Connection, epoch: int) -> None:
+    """A session of this epoch is deleted."""
+    if epoch > epoch_floor(connection):
+        connection.execute("INSERT OR REPLACE INTO meta VALUES ('epoch_floor', ?)", (str(epoch),))
+
+
 def insert(connection: sqlite3.Connection, table: str, values: dict[str, object]) -> None:
     """``table`` and the keys are names of this module, never a caller's text."""
     columns = ", ".join(values)

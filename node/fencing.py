@@ -21,6 +21,9 @@ first."""
 class Fence:
     """The highest epoch seen per session, the highest coordinator generation, and until when each lease lasts.
 
+    Epochs are compared within a generation. A higher one may know less, since its registry was lost or restored from a
+    backup, and count a session's epochs anew; whatever a lower one still asks for is refused by its generation.
+
     Coordinators that share a registry have one generation and each a lease of its own: whoever does not hear this node
     any more gives its turns to another one, whatever the others hear. `coordinator` is an instance's id; for one that
     is not known, as for one that gave no id, a lease counts as lost when all are.
@@ -29,19 +32,20 @@ class Fence:
     coordinator_generation: int = 0
     draining: bool = False
     _lease_ends: dict[str, float] = field(default_factory=dict)  # by coordinator; empty: never had one to lose
-    _epochs: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    # (generation, epoch) by session
+    _epochs: OrderedDict[str, tuple[int, int]] = field(default_factory=OrderedDict)
 
     def admit(self, session_id: str, epoch: int, generation: int, now: float, coordinator: str = "") -> None:
         """Let a turn in and remember its epoch; raises StaleCoordinator, StaleEpoch, Draining or LeaseLost."""
         self.see_generation(generation)
-        seen = self._epochs.get(session_id, 0)
-        if epoch < seen:
-            raise StaleEpoch(f"session {session_id} is at epoch {seen} here; a request of epoch {epoch} is too old")
+        seen = self._epochs.get(session_id, (0, 0))
+        if (generation, epoch) < seen:
+            raise StaleEpoch(f"session {session_id} is at epoch {seen[1]} here; a request of epoch {epoch} is too old")
         if self.draining:
             raise Draining("this node is being drained; send the turn to another one")
         if self.lease_lost(now, coordinator):
             raise LeaseLost("this node has not heard its coordinator for a whole lease; send the turn to another one")
-        self._epochs[session_id] = epoch
+        self._epochs[session_id] = (generation, epoch)
         self._epochs.move_to_end(session_id)
         if len(self._epochs) > MAX_EPOCHS:
             self._epochs.popitem(last=False)

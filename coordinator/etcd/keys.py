@@ -2,6 +2,7 @@
 
     meta                              MetaRecord
     coordinators/INSTANCE    leased   CoordinatorRecord: it lives, and is reached at this address
+    epoch_floor                       the highest epoch of the sessions that were deleted
     duty                     leased   the instance that does the housekeeping
     sessions/SESSION                  StoredSession; every write of a session compares this key first
     by_use/MILLISECONDS/SESSION       empty; the order of last use
@@ -37,6 +38,10 @@ class Keys:
     @property
     def meta(self) -> bytes:
         return self._key("meta")
+
+    @property
+    def epoch_floor(self) -> bytes:
+        return self._key("epoch_floor")
 
     @property
     def duty(self) -> bytes:

@@ -11,7 +11,7 @@ it first. A coordinator that lost a turn learns it when it next writes: ``TurnEl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, Generic, Self, TypeVar
 from uuid import uuid4
 
@@ -20,24 +20,24 @@ from kvferry.coordinator.errors import (
     IndexOutOfRange,
     RegistryUnavailable,
     SessionBusy,
-    SessionExists,
     StaleEpoch,
     TurnElsewhere,
     TurnExists,
     UnknownSession,
     UnknownTurn,
 )
-from kvferry.coordinator.etcd.blobs import Blobs, batches
-from kvferry.coordinator.etcd.client import EtcdClient, absent, delete, delete_all_in, end_of, put, unchanged_since
+from kvferry.coordinator.etcd.blobs import Blobs
+from kvferry.coordinator.etcd.client import EtcdClient, absent, delete, end_of, put, unchanged_since
+from kvferry.coordinator.etcd.epoch_floor import EpochFloor
 from kvferry.coordinator.etcd.keys import Keys
 from kvferry.coordinator.etcd.lease import CoordinatorLease
 from kvferry.coordinator.etcd.meta import open_meta
+from kvferry.coordinator.etcd.new_sessions import NewSessions, delete_place
 from kvferry.coordinator.etcd.pixels import EtcdPixels
 from kvferry.coordinator.etcd.records import (
     CoordinatorRecord,
     OpenTurn,
     StoredAnswer,
-    StoredSession,
     pack,
     unpack,
 )
@@ -85,6 +85,8 @@ class EtcdRegistry:
         blobs = Blobs(self._etcd, self._keys)
         self._sessions = EtcdSessions(self._etcd, self._keys, blobs)
         self._pixels = EtcdPixels(self._etcd, self._keys, blobs)
+        self._epoch_floor = EpochFloor(self._etcd, self._keys.epoch_floor)
+        self._new_sessions = NewSessions(self._etcd, self._keys, self._sessions, self._pixels, self._epoch_floor)
         self.instance_id = uuid4().hex
         self._lease = CoordinatorLease(self._etcd, self._keys, self.instance_id, lease_seconds)
         self.coordinator_id = ""
@@ -145,8 +147,8 @@ class EtcdRegistry:
 
     # Sessions.
 
-    async def create_session(self, session: SessionRecord) -> None:
-        await self.import_session(session, ())
+    async def create_session(self, session: SessionRecord) -> SessionRecord:
+        return await self.import_session(session, ())
 
     async def get_session(self, session_id: str) -> SessionRecord:
         return (await self._sessions.see(session_id)).record
@@ -184,59 +186,28 @@ class EtcdRegistry:
             fork, model=seen.record.model, tokenizer_digest=seen.record.tokenizer_digest, tenant=seen.record.tenant,
             n_tokens=len(tokens_of(copied)), n_turns=len(copied), forked_from=session_id,
         )  # fmt: skip
-        await self.import_session(made, copied)
-        return made
+        return await self.import_session(made, copied)
 
     async def import_session(
         self, session: SessionRecord, turns: Sequence[TurnRecord], pixels: Mapping[str, bytes] = NO_PIXELS
-    ) -> None:
-        """The session's own key comes last: without it the rest belongs to nobody."""
-        stored = StoredSession(record=session, place=uuid4().hex, n_begun=len(turns))
-        used: list[str] = []
-        if turns:
-            await self._check_absent(session.session_id)
-            used = await self._pixels.keep(session.session_id, pictures_of(turns), pixels)
-            for batch in batches([change async for change in self._turn_changes(stored.place, turns)]):
-                await self._etcd.commit([], batch)
-        key = self._keys.session(session.session_id)
-        use = put(self._keys.use(session.updated_at_ms, session.session_id), b"")
-        if not await self._etcd.commit([absent(key)], [put(key, pack(stored)), use]):
-            await self._etcd.commit([], self._delete_place(stored.place))
-            await self._pixels.drop_uses(session.session_id, used)
-            raise SessionExists(f"there is a session {session.session_id} already")
-
-    async def _check_absent(self, session_id: str) -> None:
-        """Raises SessionExists: before anything is written for it."""
-        (found,), _ = await self._etcd.snapshot((self._keys.session(session_id), b""))
-        if found:
-            raise SessionExists(f"there is a session {session_id} already")
-
-    async def _turn_changes(self, place: str, turns: Sequence[TurnRecord]) -> AsyncIterator[rpc_pb2.RequestOp]:
-        for position, turn in enumerate(turns):
-            yield put(self._keys.turn_id(place, turn.turn_id), b"%d" % position)
-            yield await self._sessions.request_change(place, position, turn)
-            if turn.outcome is not None:
-                answer = StoredAnswer(outcome=turn.outcome, epoch=turn.epoch, fingerprint=turn.fingerprint)
-                yield await self._sessions.answer_change(place, position, answer)
+    ) -> SessionRecord:
+        return await self._new_sessions.make(session, turns, pixels)
 
     async def delete_session(self, session_id: str) -> None:
         async def plan(seen: Seen) -> Change[list[str]]:
             if open_turn_id := seen.record.open_turn_id:
                 raise SessionBusy(f"session {session_id} has an open turn, {open_turn_id}: cancel it first")
+            conditions, raises_floor = await self._epoch_floor.raised_to(seen.record.epoch)
             changes = [
                 delete(self._keys.session(session_id)),
                 delete(self._keys.use(seen.record.updated_at_ms, session_id)),
-                *self._delete_place(seen.place),
+                *delete_place(self._keys, seen.place),
+                *raises_floor,
             ]
-            return Change(pictures_of(await self._all_turns(seen)), changes)
+            return Change(pictures_of(await self._all_turns(seen)), changes, conditions)
 
         used = await self._change(session_id, plan)
         await self._pixels.drop_uses(session_id, used)
-
-    def _delete_place(self, place: str) -> list[rpc_pb2.RequestOp]:
-        return [
-            delete_all_in(p) for p in (self._keys.turns(place), self._keys.turn_ids(place), self._keys.blobs(place))
-        ]
 
     async def session_tokens(self, session_id: str) -> TokenArray:
         return tokens_of(await self.list_turns(session_id))

@@ -372,6 +372,40 @@ async def test_epochs_only_grow_across_turns_and_openings(registry: Registry, op
     assert epochs == [1, 2, 3, 4]
 
 
+async def create(registry: Registry) -> SessionRecord:
+    return await registry.create_session(session())
+
+
+async def fork(registry: Registry) -> SessionRecord:
+    await registry.create_session(session("parent"))
+    return await registry.fork_session("parent", session(), None)
+
+
+async def bring_in(registry: Registry) -> SessionRecord:
+    return await registry.import_session(dataclasses.replace(session(), epoch=1), [])
+
+
+@pytest.mark.parametrize("make", [create, fork, bring_in])
+async def test_a_session_with_a_deleted_ones_name_goes_on_above_its_epochs(
+    registry: Registry, open_registry: Open, make: Callable[[Registry], Awaitable[SessionRecord]]
+) -> None:
+    """Nodes remember the name, and would refuse what began anew as long as it was below."""
+    await registry.create_session(session())
+    await registry.begin_turn(turn())
+    for _ in range(2):
+        await registry.place_turn("s", "t1", "fp")
+    await finish(registry)
+    await registry.delete_session("s")
+    registry = await open_registry()
+    await registry.create_session(session("passing"))
+    await registry.delete_session("passing")  # a lower one does not lower it
+    made = await make(registry)
+    assert made.epoch >= 3
+    assert made == await registry.get_session("s")
+    await registry.begin_turn(turn("t2"))
+    assert await registry.place_turn("s", "t2", "fp") > 3
+
+
 async def test_a_turn_is_finished_once_and_by_the_newest_epoch_only(registry: Registry) -> None:
     await registry.create_session(session())
     await registry.begin_turn(turn())

@@ -42,6 +42,16 @@ def test_an_older_coordinator_is_refused() -> None:
     fence.admit("s", 1, 8, now=0)
 
 
+def test_a_coordinator_whose_registry_was_lost_counts_epochs_anew() -> None:
+    fence = Fence()
+    fence.admit("s", 9, 7, now=0)
+    fence.admit("s", 1, 8, now=0)
+    with pytest.raises(StaleEpoch, match="epoch 1 here"):
+        fence.admit("s", 0, 8, now=0)
+    with pytest.raises(StaleCoordinator):
+        fence.admit("s", 10, 7, now=0)
+
+
 def test_a_refused_turn_leaves_no_epoch_behind() -> None:
     fence = Fence(draining=True)
     with pytest.raises(Draining):
