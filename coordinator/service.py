@@ -51,8 +51,8 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         self, request: chat_pb2.CreateSessionRequest, context: Context
     ) -> chat_pb2.CreateSessionResponse:
         record = self._new_session(request.session_id, self.models.named(request.model), request.tenant)
-        await self.registry.create_session(record)
-        return chat_pb2.CreateSessionResponse(session=self._session(record))
+        made = await self.registry.create_session(record)
+        return chat_pb2.CreateSessionResponse(session=self._session(made))
 
     @unary
     async def GetSession(self, request: chat_pb2.GetSessionRequest, context: Context) -> chat_pb2.GetSessionResponse:
@@ -117,8 +117,8 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         record, turns, pixels = await asyncio.to_thread(
             imported, carried, model, request.session_id or carried.session_id, self.wall_ms()
         )
-        await self.registry.import_session(record, turns, pixels)
-        return chat_pb2.ImportSessionResponse(session=self._session(record))
+        made = await self.registry.import_session(record, turns, pixels)
+        return chat_pb2.ImportSessionResponse(session=self._session(made))
 
     @streaming
     async def Generate(
@@ -141,13 +141,16 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         session_id = requests.name("session_id", request.session_id)
         turn_id = requests.name("turn_id", request.turn_id) if request.turn_id else ""
         indexes = requests.resumed_samples(request.from_indexes)
-        key = await self.turns.find(session_id, turn_id)
         if not indexes:
+            key = await self.turns.find(session_id, turn_id)
             async with contextlib.aclosing(self._events(key, request.from_index)) as events:
                 async for event in events:
                     yield chat_pb2.ResumeResponse(event=event)
             return
-        streams = [self._events(*one) for one in zip(sample_keys(key, len(indexes)), indexes, strict=True)]
+        keys = await self.turns.samples(session_id, turn_id)
+        if len(indexes) > len(keys):
+            raise BadRequest(f"from_indexes has {len(indexes)} numbers and turn {keys[0][1]} has {len(keys)} answers")
+        streams = [self._events(*one) for one in zip(keys, indexes, strict=False)]
         async with contextlib.aclosing(merged(streams)) as samples:
             async for number, event in samples:
                 yield chat_pb2.ResumeResponse(event=event, sample=number)

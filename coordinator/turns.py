@@ -18,6 +18,7 @@ from kvferry.coordinator.cutting import cut_at
 from kvferry.coordinator.errors import (
     ModelMismatch,
     QueueFull,
+    SessionExists,
     TurnElsewhere,
     TurnExists,
     UnknownSession,
@@ -86,9 +87,8 @@ class Turns:
         for record in await self._around.registry.open_turns(known=self._runners):
             key = (record.session_id, record.turn_id)
             try:
-                session, _ = await self._own_session(record.session_id)
+                await self._own_session(record.session_id)
                 n_resumed += await self._adopt(key) is not None
-                n_resumed += await self._begin_other_samples(session, record, {})
             except ModelMismatch as e:
                 logger.warning("turn %s stays open: %s", record.turn_id, e)
             except (TurnElsewhere, UnknownSession, UnknownTurn):
@@ -133,9 +133,11 @@ class Turns:
             raise stopping()  # it is open in the registry: the next start takes it up
         self._start(runner)
 
-    async def _begin_other_samples(self, session: SessionRecord, first: TurnRecord, pixels: Mapping[str, bytes]) -> int:
-        """Those that have not begun, which after an attempt that failed on the way may be some; returns how many."""
-        registry, n_begun = self._around.registry, 0
+    async def _begin_other_samples(
+        self, session: SessionRecord, first: TurnRecord, pixels: Mapping[str, bytes]
+    ) -> None:
+        """Those that have not begun, which after an attempt that failed on the way may be some."""
+        registry = self._around.registry
         for number in range(1, first.n_samples):
             record = sample_record(first, number)
             try:
@@ -144,14 +146,14 @@ class Turns:
             except UnknownSession:
                 turns = await registry.list_turns(first.session_id)
                 n_before = n_kept_before(turns, first.turn_id)
-                await registry.fork_session(first.session_id, sample_fork(session, record), n_before)
+                with contextlib.suppress(SessionExists):  # another coordinator makes it in this moment
+                    await registry.fork_session(first.session_id, sample_fork(session, record), n_before)
             except UnknownTurn:
                 pass
             pixels = pixels or await registry.pixels({p.content_hash for p in first.pictures})
             fork = await registry.get_session(record.session_id)
-            await self._start_durably(fork, record, await self._history(record.session_id), pixels)
-            n_begun += 1
-        return n_begun
+            with contextlib.suppress(TurnExists):  # as above
+                await self._start_durably(fork, record, await self._history(record.session_id), pixels)
 
     @contextlib.contextmanager
     def _places_among_open_turns(self, n: int) -> Iterator[None]:
@@ -216,8 +218,11 @@ class Turns:
             await asyncio.wait([task])
 
     async def samples(self, session_id: str, turn_id: str) -> list[Key]:
-        """As ``find``, and the other samples of the same request after it."""
+        """As ``find``, and the other samples of the same request after it, all of them begun."""
         key = await self.find(session_id, turn_id)
+        if key not in self._runners:
+            with contextlib.suppress(TurnElsewhere):  # who has the turn began them
+                await self._adopt(key)
         live = self._runners.get(key)
         record = live.turn.record if live is not None else await self._around.registry.get_turn(*key)
         return sample_keys(key, record.n_samples)
@@ -325,7 +330,8 @@ class Turns:
     async def _adopt(self, key: Key) -> TurnRunner | None:
         """Take up a turn that is open in the registry and that nobody runs; None for one that is over.
 
-        Its coordinator is gone, or its beginning became durable although the registry did not say so.
+        Its coordinator is gone, or its beginning became durable although the registry did not say so. Its other samples
+        begin before it does: whoever finds it running need not look for them.
         Raises TurnElsewhere, UnknownSession, UnknownTurn.
         """
         async with self._session_lock(key[0]):
@@ -338,6 +344,7 @@ class Turns:
                 await registry.claim_turn(*key)
                 # only now does it stay as it is: whoever had it before may have placed it in between
                 record, session = await registry.get_turn(*key), await registry.get_session(key[0])
+                await self._begin_other_samples(session, record, {})
                 logger.info("turn %s of session %s is taken up", key[1], key[0])
                 self._start(self._runner(session, record, await self._history(key[0]), resumed=True))
             return self._runners.get(key)

@@ -12,7 +12,9 @@ from cluster_kit import PATIENCE_S, Client, Cluster, all_of, code_of, eventually
 from scripted_worker import Script
 
 from kvferry.client.sdk import AsyncClient, ConnectionLost, FinishReason, Token
+from kvferry.coordinator.errors import RegistryUnavailable
 from kvferry.coordinator.samples import sample_session
+from kvferry.coordinator.sqlite_registry import SqliteRegistry
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
 N = 4
@@ -109,6 +111,55 @@ async def test_the_same_request_again_is_the_same_samples_and_begins_what_had_no
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await by_sample(ask(client, session, n_samples=2))
     assert code_of(error.value) == "turn_exists"
+
+
+@pytest.fixture
+async def left_alone(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Client:
+    """Of session "s", whose turn "t" became durable, and nothing after it: nobody runs it, no other sample began."""
+    await cluster.worker("a", Script(token_seconds=0.02))
+    client = cluster.client()
+    await client.until_nodes(1)
+    await client.new_session("s")
+    real = SqliteRegistry.begin_turn
+
+    async def commits_and_fails(self: SqliteRegistry, turn: object, *more: Any) -> None:
+        await real(self, turn, *more)
+        raise RegistryUnavailable("the registry failed: disk I/O error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(SqliteRegistry, "begin_turn", commits_and_fails)
+        with pytest.raises(grpc.aio.AioRpcError, match="disk I/O error"):
+            await by_sample(ask(client, "s"))
+    return client
+
+
+async def test_whoever_takes_up_a_turn_begins_its_other_samples_too(left_alone: Client) -> None:
+    await all_of(left_alone.resume("s", "t"))
+    for number in range(N):
+        assert len(ids_of(await all_of(left_alone.resume(sample_session("s", "t", number), "t")))) == 8
+
+
+async def test_samples_that_had_not_begun_can_be_resumed(left_alone: Client) -> None:
+    request = chat_pb2.ResumeRequest(session_id="s", turn_id="t", from_indexes=[0] * N)
+    samples = await by_sample(left_alone.stub.Resume(request))
+    assert [len(ids_of(samples[number])) for number in range(N)] == [8] * N
+
+
+async def test_samples_that_had_not_begun_can_be_cancelled(left_alone: Client) -> None:
+    await left_alone.stub.CancelTurn(chat_pb2.CancelTurnRequest(session_id="s", turn_id="t"))
+    assert (await left_alone.status()).n_open_turns == 0
+
+
+async def test_more_samples_than_were_asked_for_cannot_be_resumed(cluster: Cluster) -> None:
+    await cluster.worker("a")
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    await by_sample(ask(client, session, n_samples=2))
+    request = chat_pb2.ResumeRequest(session_id=session, turn_id="t", from_indexes=[0, 0, 0])
+    with pytest.raises(grpc.aio.AioRpcError, match="from_indexes has 3 numbers and turn t has 2 answers") as error:
+        await by_sample(client.stub.Resume(request))
+    assert code_of(error.value) == "invalid_request"
 
 
 async def test_a_lost_node_moves_its_samples_and_no_other(cluster: Cluster) -> None:
