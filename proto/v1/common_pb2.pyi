@@ -33,7 +33,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 3
     """A stop string of the request appeared."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 4
-    """Somebody cancelled the turn."""
+    """Somebody cancelled the turn, or nobody read it for long."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
     """The turn failed; the error says why. The session is intact."""
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 6
@@ -49,7 +49,7 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 3
 """A stop string of the request appeared."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 4
-"""Somebody cancelled the turn."""
+"""Somebody cancelled the turn, or nobody read it for long."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The turn failed; the error says why. The session is intact."""
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 6
