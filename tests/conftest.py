@@ -35,7 +35,7 @@ def pytest_report_header() -> str:
 
 
 # Their tests start whole clusters, which use all cores, and many judge what happens within a time.
-ROOMS_ALONE = {"drills", "gateway", "node", "system"}
+ROOMS_ALONE = {"gateway", "system"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks

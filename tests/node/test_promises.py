@@ -18,6 +18,8 @@ from kvferry.proto.v1 import worker_pb2
 
 from .running_node import Answer, RunningNode, error_of, running_node
 
+pytestmark = pytest.mark.alone  # its times are promises
+
 Prompts = dict[str, list[int]]
 Own = Callable[[list[int]], list[int]]
 

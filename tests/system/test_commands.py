@@ -27,7 +27,7 @@ def up(model, tmp_path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], st
 
     def start() -> tuple[subprocess.Popen[str], str]:
         process = subprocess.Popen(
-            [*KVFERRY, "up", "--nodes", "1", "--port", "0", "--dir", str(tmp_path / "up")],
+            [*KVFERRY, "up", "--nodes", "1", "--port", "0", "--http-port", "0", "--dir", str(tmp_path / "up")],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -54,7 +54,7 @@ def up(model, tmp_path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], st
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     found = psutil.Process(process.pid).children(recursive=True)
-    assert len(found) == 2  # the coordinator and the node
+    assert len(found) == 3  # the coordinator, the gateway and the node
     return found
 
 
