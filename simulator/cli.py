@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import time
 from pathlib import Path
 from typing import Any
 
 import click
+
+
+class Quantity(click.FloatRange):
+    """A number within bounds; what is no number is within none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value} is no number.", param, ctx)
+        return number
+
+
+TOKENS_PER_S = Quantity(0.01, 1e9)
+BYTES_PER_S = Quantity(1e3, 1e15)
 
 
 @click.command()
@@ -19,15 +34,25 @@ import click
     help="A file with one session a line (see simulator/trace.py), or a kind of traffic: "
     "chat, documents, agents, hot, bursts.",
 )  # fmt: skip
-@click.option("--rate", default=0.01, show_default=True, help="New sessions per second and board, if they are drawn.")
+@click.option(
+    "--rate", default=0.01, show_default=True, type=Quantity(1e-6, 1e3),
+    help="New sessions per second and board, if they are drawn.",
+)  # fmt: skip
 @click.option("--seed", default=1, show_default=True, help="Of boards and of drawn sessions.")
-@click.option("--prefill", type=float, help="Prompt tokens per second of the fastest board. [default: a 2B model's]")
-@click.option("--decode", type=float, help="Answer tokens per second of one turn.")
-@click.option("--read", type=float, help="Bytes per second that a board reads from the store.")
-@click.option("--row-bytes", type=int, help="Bytes of one token's K and V.")
-@click.option("--memory-rows", type=int, help="Tokens whose rows fit a board's memory.")
-@click.option("--store", "store_bytes_per_s", default=1.1e9, show_default=True, help="Bytes per second of the store.")
-@click.option("--spread", default=1.5, show_default=True, help="The fastest board over the slowest.")
+@click.option(
+    "--prefill", type=TOKENS_PER_S, help="Prompt tokens per second of the fastest board. [default: a 2B model's]"
+)
+@click.option("--decode", type=TOKENS_PER_S, help="Answer tokens per second of one turn.")
+@click.option("--read", type=BYTES_PER_S, help="Bytes per second that a board reads from the store.")
+@click.option("--row-bytes", type=click.IntRange(1, 2**40), help="Bytes of one token's K and V.")
+@click.option("--memory-rows", type=click.IntRange(1, 2**40), help="Tokens whose rows fit a board's memory.")
+@click.option(
+    "--store", "store_bytes_per_s", default=1.1e9, show_default=True, type=BYTES_PER_S,
+    help="Bytes per second of the store.",
+)  # fmt: skip
+@click.option(
+    "--spread", default=1.5, show_default=True, type=Quantity(1, 100), help="The fastest board over the slowest."
+)
 @click.option("--compare", is_flag=True, help="The same trace under the rules that others use as well.")
 def simulate(
     nodes: int, sessions: int, trace: str, rate: float, seed: int, prefill: float | None, decode: float | None,

@@ -33,16 +33,29 @@ class SessionPlan:
     turns: tuple[TurnPlan, ...]
 
 
+MAX_TOKENS: Final = 10_000_000
+"""Of a session; the simulator makes them all."""
+
+MAX_SECONDS: Final = 1_000_000_000
+
+
 class BadTrace(ValueError):
-    """A line that is no session; says which."""
+    """A file that is no trace; says which line is no session."""
 
     code = "bad_trace"
     exit_code = 2
 
 
 def read_trace(path: Path) -> list[SessionPlan]:
-    """Raises BadTrace, OSError."""
-    return [session_of(line, number) for number, line in enumerate(path.read_text().splitlines(), start=1) if line]
+    """Raises BadTrace."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadTrace(f"{path} cannot be read as a trace: {e}") from e
+    plans = [session_of(line, number) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not plans:
+        raise BadTrace(f"{path} has no session in it: a trace has one a line")
+    return plans
 
 
 def session_of(line: str, number: int) -> SessionPlan:
@@ -50,10 +63,16 @@ def session_of(line: str, number: int) -> SessionPlan:
         fields = json.loads(line)
         turns = tuple(TurnPlan(int(p), int(a), float(t)) for p, a, t in fields["turns"])
         plan = SessionPlan(float(fields["start_s"]), int(fields["system"]), int(fields["system_tokens"]), turns)
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, OverflowError) as e:
         raise BadTrace(f"line {number} of the trace is no session ({e}): see kvferry simulate --help") from e
-    if not turns or any(t.prompt_tokens < 1 or t.answer_tokens < 1 or t.think_s < 0 for t in turns):
+    if not turns or any(t.prompt_tokens < 1 or t.answer_tokens < 1 for t in turns):
         raise BadTrace(f"line {number} of the trace: every turn needs at least one token of prompt and of answer")
+    if plan.system_tokens + sum(t.prompt_tokens + t.answer_tokens for t in turns) > MAX_TOKENS:
+        raise BadTrace(f"line {number} of the trace: a session may have {MAX_TOKENS:,} tokens")
+    if plan.system_tokens < 0 or not all(0 <= s <= MAX_SECONDS for s in (plan.start_s, *(t.think_s for t in turns))):
+        raise BadTrace(
+            f"line {number} of the trace: tokens and seconds are at least 0, seconds at most {MAX_SECONDS:,}"
+        )
     return plan
 
 

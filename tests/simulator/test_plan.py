@@ -112,3 +112,46 @@ def test_the_command_predicts_a_fleet(tmp_path: Path) -> None:
     for word in ("predicted: first token mean", "sticky: ", "least loaded: ", "p99", "GB read", "off by"):
         assert word in result.output
     assert CliRunner().invoke(simulate, ["--trace", "nowhere"]).exit_code == 2
+
+
+TURN = "[[5, 5, 0]]"
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        b"",
+        b"\n \n",
+        b"\x81\xff",
+        b"[1,2",
+        b"3",
+        b'{"start_s": 0, "system": 0, "system_tokens": 0, "turns": [[1e400, 5, 0]]}',
+        *(
+            f'{{"start_s": {start}, "system": 0, "system_tokens": {system}, "turns": {turns}}}'.encode()
+            for start, system, turns in (
+                ("NaN", 0, TURN),
+                ("-1", 0, TURN),
+                ("1e300", 0, TURN),
+                ("0", -1, TURN),
+                ("0", 10**9, TURN),
+                ("0", 0, "[]"),
+                ("0", 0, "[[0, 5, 0]]"),
+                ("0", 0, "[[5, 5, Infinity]]"),
+                ("0", 0, "[[5, 5]]"),
+            )
+        ),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_one_sentence(tmp_path: Path, trace: bytes) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(trace)
+    with pytest.raises(BadTrace, match=r"line 1 of the trace|trace\.jsonl (has no session|cannot be read)"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("option", ["--prefill", "--decode", "--read", "--store", "--rate", "--spread", "--row-bytes"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e-300"])
+def test_a_rate_that_no_board_has_is_refused(option: str, value: str) -> None:
+    result = CliRunner().invoke(simulate, ["--sessions", "1", option, value])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
