@@ -193,9 +193,10 @@ class SqliteRegistry:
 
     async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS, fingerprint: str = "") -> int:
         def begin(db: sqlite3.Connection) -> int:
-            begin_turn(db, turn)
-            keep_pixels(db, turn.session_id, pixels)
-            return place_turn(db, turn.session_id, turn.turn_id, fingerprint) if fingerprint else 0
+            epoch = begin_turn(db, turn, fingerprint)
+            if pixels:
+                keep_pixels(db, turn.session_id, pixels)
+            return epoch
 
         return await self._thread.write(begin)
 
@@ -205,7 +206,10 @@ class SqliteRegistry:
     async def place_turn(self, session_id: str, turn_id: str, fingerprint: str) -> int:
         def place(db: sqlite3.Connection) -> int:
             select_open_turn(db, session_id, turn_id)
-            return place_turn(db, session_id, turn_id, fingerprint)
+            epoch = select_session(db, session_id).epoch + 1
+            db.execute("UPDATE sessions SET epoch = ? WHERE session_id = ?", (epoch, session_id))
+            update_turn(db, session_id, turn_id, {"epoch": epoch, "fingerprint": fingerprint})
+            return epoch
 
         return await self._thread.write(place)
 
@@ -293,10 +297,12 @@ def select_kept_turns(db: sqlite3.Connection, session_id: str) -> list[sqlite3.R
     return db.execute(query, (session_id, int(FinishReason.ERROR))).fetchall()
 
 
-def begin_turn(db: sqlite3.Connection, turn: TurnRecord) -> None:
+def begin_turn(db: sqlite3.Connection, turn: TurnRecord, fingerprint: str) -> int:
+    """In as few statements as there can be: a first token waits for them."""
     session = select_session(db, turn.session_id)
-    taken = db.execute("SELECT 1 FROM turns WHERE session_id = ? AND turn_id = ?", (turn.session_id, turn.turn_id))
-    if taken.fetchone():
+    counting = "SELECT count(*), coalesce(max(turn_id = ?), 0) FROM turns WHERE session_id = ?"
+    n_before, is_taken = db.execute(counting, (turn.turn_id, turn.session_id)).fetchone()
+    if is_taken:
         raise TurnExists(f"session {turn.session_id} has a turn {turn.turn_id} already")
     if session.open_turn_id:
         raise SessionBusy(
@@ -307,19 +313,13 @@ def begin_turn(db: sqlite3.Connection, turn: TurnRecord) -> None:
             f"session {turn.session_id} grew from {turn.n_history_tokens} to {session.n_tokens} tokens meanwhile: "
             "ask again"
         )
-    (position,) = db.execute("SELECT count(*) FROM turns WHERE session_id = ?", (turn.session_id,)).fetchone()
-    insert(db, "turns", open_turn_values(turn, position))
+    epoch = session.epoch + 1 if fingerprint else 0
+    insert(db, "turns", open_turn_values(turn, n_before) | {"epoch": epoch, "fingerprint": fingerprint})
     db.execute(
-        "UPDATE sessions SET open_turn_id = ?, updated_at_ms = ? WHERE session_id = ?",
-        (turn.turn_id, turn.created_at_ms, turn.session_id),
+        "UPDATE sessions SET open_turn_id = ?, updated_at_ms = ?, epoch = max(epoch, ?) WHERE session_id = ?",
+        (turn.turn_id, turn.created_at_ms, epoch, turn.session_id),
     )
-
-
-def place_turn(db: sqlite3.Connection, session_id: str, turn_id: str, fingerprint: str) -> int:
-    raising = "UPDATE sessions SET epoch = epoch + 1 WHERE session_id = ? RETURNING epoch"
-    ((epoch,),) = db.execute(raising, (session_id,)).fetchall()
-    update_turn(db, session_id, turn_id, {"epoch": epoch, "fingerprint": fingerprint})
-    return int(epoch)
+    return epoch
 
 
 def kept_outcome(turn: TurnRecord) -> TurnOutcome:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
+from machine_noise import machine_noise
 
 from kvferry.proto.v1 import worker_pb2
 
@@ -26,27 +25,6 @@ Own = Callable[[list[int]], list[int]]
 REJECTION_SECONDS = 0.1
 LAG_P99_SECONDS, LAG_MAX_SECONDS = 0.02, 0.1
 MIB = 1 << 20
-
-
-@contextmanager
-def machine_noise() -> Iterator[list[float]]:
-    """How late a thread that only sleeps wakes meanwhile: whatever else the machine has to do is not the node's
-    fault."""
-    lags: list[float] = [0.0]
-    ended = threading.Event()
-
-    def measure() -> None:
-        while not ended.is_set():
-            due = time.monotonic() + 0.005
-            time.sleep(0.005)
-            lags.append(time.monotonic() - due)
-
-    thread = threading.Thread(target=measure)
-    thread.start()
-    yield lags
-    ended.set()
-    thread.join()
-    lags.sort()
 
 
 def token_gaps(node: RunningNode, tokens: list[int], newcomer: Callable[[], list[int]], seconds: float) -> list[float]:
