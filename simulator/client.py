@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from kvferry.coordinator.errors import CoordinatorError, SessionExists, TurnElsewhere
+from kvferry.coordinator.errors import CoordinatorError, SessionExists, TurnElsewhere, UnknownSession
 from kvferry.coordinator.registry import FinishReason, Message, SessionRecord
 from kvferry.coordinator.requests import SAMPLING_DEFAULTS, TurnRequest
 from kvferry.proto.v1 import chat_pb2, common_pb2
@@ -30,16 +30,25 @@ class SimulatedClient:
         self._name, self._rng, self._history, self._sometimes = name, rng, history, sometimes
         self._coordinator = coordinator
 
-    async def run(self, n_turns: int) -> None:
+    async def run(self, n_turns: int, *, begins_anew: bool = False) -> None:
+        """``begins_anew``: then it deletes its session and makes another one under the same name."""
         await self._create()
         for number in range(n_turns):
-            await asyncio.sleep(self._rng.uniform(0.0, 4.0))
-            request = self._request(number)
-            key = await self._begin(request)
-            self._history.begun.append(key)
-            await self._read(key, request)
-            if self._rng.random() < 0.2:  # and once more, from any index, when it is over
-                await self._read(key, request, self._rng.randrange(request.max_tokens))
+            await self._take_turn(number)
+        if begins_anew:
+            await self._delete()
+            await self._create()
+            await self._take_turn(n_turns)
+            self._sometimes["session made anew under its name"] += 1
+
+    async def _take_turn(self, number: int) -> None:
+        await asyncio.sleep(self._rng.uniform(0.0, 4.0))
+        request = self._request(number)
+        key = await self._begin(request)
+        self._history.begun.append(key)
+        await self._read(key, request)
+        if self._rng.random() < 0.2:  # and once more, from any index, when it is over
+            await self._read(key, request, self._rng.randrange(request.max_tokens))
 
     def _request(self, number: int) -> TurnRequest:
         sampling = common_pb2.SamplingSettings()
@@ -63,6 +72,18 @@ class SimulatedClient:
                     await (await self._connected()).registry.create_session(record)
                 return
             await asyncio.sleep(RETRY_S)
+
+    async def _delete(self) -> None:
+        while True:
+            try:
+                await (await self._connected()).turns.delete_session(self._name)
+            except UnknownSession:  # asked before, and the answer was lost
+                break
+            except CoordinatorError:
+                await asyncio.sleep(RETRY_S)
+            else:
+                break
+        self._history.forget(self._name)
 
     async def _begin(self, request: TurnRequest) -> tuple[str, str]:
         """Asks again with the same id until it is told that the turn is durable."""

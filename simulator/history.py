@@ -39,6 +39,10 @@ class History:
     begun: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     violations: list[str] = dataclasses.field(default_factory=list)
 
+    def forget(self, session_id: str) -> None:
+        """It was deleted: its turns need not be there any more."""
+        self.begun = [key for key in self.begun if key[0] != session_id]
+
     def fingerprint(self) -> int:
         """Equal for equal runs."""
         return zlib.crc32(repr(([dataclasses.astuple(t) for t in self.tokens], self.begun)).encode())
@@ -46,7 +50,7 @@ class History:
 
 def check(history: History, ledger: Ledger) -> list[str]:
     """Every way in which the promises were broken (reliability.md, promise 13); empty when none was."""
-    problems = [*history.violations, *check_readers(history), *check_begun(history, ledger)]
+    problems = [*history.violations, *check_readers(history), *check_epochs(history), *check_begun(history, ledger)]
     for session_id, turns in ledger.turns.items():
         problems += check_session(session_id, turns, ledger, history)
     return problems
@@ -65,6 +69,21 @@ def check_readers(history: History) -> list[str]:
         if seen.epoch < epochs.get(seen.reader, 0):
             problems.append(f"{seen.session_id}/{seen.turn_id}: token {seen.index} of an older epoch, {seen.epoch}")
         epochs[seen.reader] = seen.epoch
+    return problems
+
+
+def check_epochs(history: History) -> list[str]:
+    """Those of a session's name only grow from turn to turn, also when it was deleted and made anew."""
+    problems: list[str] = []
+    spans: dict[tuple[str, str], tuple[int, int]] = {}
+    for seen in history.tokens:
+        lowest, highest = spans.get((seen.session_id, seen.turn_id), (seen.epoch, seen.epoch))
+        spans[seen.session_id, seen.turn_id] = min(lowest, seen.epoch), max(highest, seen.epoch)
+    before: dict[str, int] = {}
+    for (session_id, turn_id), (lowest, highest) in spans.items():
+        if lowest <= before.get(session_id, 0):
+            problems.append(f"{session_id}/{turn_id}: epoch {lowest} came after {before.get(session_id, 0)}")
+        before[session_id] = highest
     return problems
 
 

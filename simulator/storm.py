@@ -34,7 +34,7 @@ SOMETIMES: Final = (
     "ESTALE", "clock jump", "coordinator restart in failover", "drain with a zombie", "restore abandoned as too slow",
     "a zombie spoke to nobody", "one-way partition", "engine hung", "disk of the registry failed",
     "turn taken over from another coordinator", "read through another coordinator",
-    "coordinator's lease ended while it lived",
+    "coordinator's lease ended while it lived", "session made anew under its name",
 )  # fmt: skip
 """What a suite of seeds has to reach, or it proves less than it says (reliability.md section 11)."""
 
@@ -84,7 +84,9 @@ class Storm:
         self.store.collision_chance = rng.choice([0.0, 0.1])
         clients = [
             asyncio.create_task(
-                SimulatedClient(f"s{n}", rng, self.history, self.sometimes, self._asked).run(rng.choice([1, 2, 3]))
+                SimulatedClient(f"s{n}", rng, self.history, self.sometimes, self._asked).run(
+                    rng.choice([1, 2, 3]), begins_anew=n == 1
+                )
             )
             for n in range(rng.choice([2, 3, 5]))
         ]

@@ -109,6 +109,12 @@ def test_the_checker_sees_an_acknowledged_turn_that_is_gone(after_a_storm: Storm
     assert any("acknowledged and lost" in p for p in check(after_a_storm.history, after_a_storm.ledger))
 
 
+def test_a_registry_that_forgets_the_epochs_of_deleted_sessions_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "epoch_floor", property(lambda _: 0, lambda *_: None))
+    tally = run_seeds(range(10))
+    assert any("came after" in problem for verdict in tally.failed for problem in verdict.problems)
+
+
 def test_a_coordinator_that_forgets_to_drop_old_epochs_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the fence out of the real code and the storms find it."""
     from kvferry.coordinator.turn import Phase, Turn
