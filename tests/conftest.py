@@ -34,17 +34,6 @@ def pytest_report_header() -> str:
     return f"random cases from seed {FIRST_SEED} on (set {SEED_VARIABLE}={FIRST_SEED} for the same)"
 
 
-# Their tests start whole clusters, which use all cores, and many judge what happens within a time.
-ROOMS_ALONE = {"gateway", "system"}
-
-
-@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in ROOMS_ALONE:
-            item.add_marker(pytest.mark.alone)
-
-
 @pytest.fixture(scope="session")
 def first_seed() -> int:
     """Seeds from this one on are this run's."""

@@ -23,6 +23,8 @@ from kvferry.client.sdk import (
     TurnEvent,
 )
 
+pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
+
 TRIP = JsonSchema({
     "type": "object",
     "properties": {

@@ -13,6 +13,8 @@ from kvferry.client.sdk import Client
 from .pair import Choir, Tripped, whole_questions
 from .rig import ANSWER_TOKENS
 
+pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
+
 N_SESSIONS = 8
 
 

@@ -19,6 +19,8 @@ from kvferry.drills.conversation import TurnRequest, hold_turn
 from .pictures import picture
 from .rig import Control, Strike, options
 
+pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
+
 N_TOKENS = 200
 KVFERRY = (sys.executable, "-m", "kvferry.client.cli")
 

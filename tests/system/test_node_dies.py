@@ -18,6 +18,8 @@ from kvferry.drills.judge import AnswerRecord
 
 from .rig import ANSWER_TOKENS, Strike, kill_points, options, placed_on, question
 
+pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
+
 
 def kill_at_random_tokens(cluster, control, seed: int, n_kills: int) -> None:
     def answer_length(number: int) -> int:

@@ -11,6 +11,8 @@ from kvferry.drills.conversation import hold_turn
 
 from .rig import Strike, options, placed_on, question
 
+pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
+
 
 def test_a_frozen_node_loses_the_stream_and_harms_nothing_when_it_thaws(model, control, tmp_path):
     turns = [question(4), question(5)]

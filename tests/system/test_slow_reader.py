@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grpc
+import pytest
 
 from kvferry.client.sdk import Client, Sampling
 from kvferry.drills.conversation import TurnRequest, hold_turn
@@ -10,6 +11,8 @@ from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, common_pb2
 
 from .rig import question
+
+pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
 
 N_TOKENS = 400
 BUFFER_BYTES = 64 * 1024

@@ -20,6 +20,8 @@ from kvferry.drills.conversation import TurnRequest, hold_turn
 
 from .pair import Choir, Tripped, whole_questions
 
+pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
+
 N_SESSIONS = 10
 BLOCK = 32
 
