@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 from cluster_kit import Client, Processes, all_of, ids_of
 from machine_noise import machine_noise
 from test_metrics import free_address, scrape
+
+pytestmark = pytest.mark.alone  # its times are promises
 
 LAG_P99_SECONDS, LAG_MAX_SECONDS = 0.02, 0.1
 SECONDS = 4.0
