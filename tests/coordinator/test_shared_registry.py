@@ -204,7 +204,7 @@ async def test_what_is_too_long_for_one_key_is_kept_in_pieces_and_goes_with_the_
     assert fork.n_tokens == len(await registry.session_tokens("fork")) == 700_000
     await registry.delete_session("fork")
     left = await registry._etcd.all_in(registry._keys._key(""))
-    assert [kv.key.split(b"/")[1] for kv in left] == [b"coordinators", b"meta"]
+    assert [kv.key.split(b"/")[1] for kv in left] == [b"coordinators", b"epoch_floor", b"meta"]
 
 
 async def test_a_fork_of_many_turns_takes_as_many_transactions_as_it_needs(open_etcd: OpenEtcd) -> None:
