@@ -30,6 +30,13 @@ class Awaited:
     prefill_s: float
     prefilled_alone: bool = True
     restored_alone: bool = True
+    # Of the engine, since all of it should have been done.
+    late_s: float = 0.0
+
+    @property
+    def expected_s(self) -> float:
+        """What is left of the prefill: who is late may well be as late again."""
+        return self.prefill_s if self.prefill_s > 0 else self.late_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,26 +93,49 @@ class Backlog:
         return Ahead(
             sum(a.restore_s for a in self._awaited),
             sum(a.look_s for a in self._awaited),
-            tuple(a.prefill_s for a in self._awaited),
+            tuple(a.expected_s for a in self._awaited),
         )
+
+    def seconds_left(self, handle: Awaited, now_s: float) -> float:
+        """Until one of those that wait has its first token; 0 when it should have it by now."""
+        ahead = self.ahead(now_s)
+        if not any(a is handle for a in self._awaited):
+            return 0.0
+        number = next(n for n, a in enumerate(self._awaited) if a is handle)
+        end_s = prefill_ends(ahead.prefilling_s, self.drag, beside_decodes=bool(self._decoding))[number]
+        return handle.restore_s + handle.look_s + end_s
 
     def _advance(self, now_s: float) -> None:
         elapsed_s, self._at_s = max(0.0, now_s - self._at_s), max(now_s, self._at_s)
         reading_s = looking_s = elapsed_s
-        working: list[Awaited] = []
+        working: list[tuple[Awaited, float]] = []  # and for how long
         for a in self._awaited:
-            used_s = min(a.restore_s, reading_s)
-            a.restore_s -= used_s
-            reading_s -= used_s
-            if a.restore_s <= 0:
-                used_s = min(a.look_s, looking_s)
-                a.look_s -= used_s
-                looking_s -= used_s
+            free_s = elapsed_s
+            if a.restore_s > 0:
+                used_s = min(a.restore_s, reading_s)
+                a.restore_s -= used_s
+                reading_s -= used_s
+                free_s = reading_s
+            used_s = min(a.look_s, looking_s, free_s)
+            a.look_s -= used_s
+            looking_s -= used_s
+            free_s -= used_s
             if a.restore_s <= 0 and a.look_s <= 0:
-                working.append(a)
-        left = prefills_after(elapsed_s, [a.prefill_s for a in working], self.drag, beside_decodes=bool(self._decoding))
-        for a, left_s in zip(working, left, strict=True):
-            a.prefill_s = left_s
+                working.append((a, free_s))
+        self._prefill(working, elapsed_s)
+
+    def _prefill(self, working: Sequence[tuple[Awaited, float]], elapsed_s: float) -> None:
+        """Let these get on for as long as each could."""
+        decodes = bool(self._decoding)
+        left = prefills_after(elapsed_s, [a.expected_s for a, _ in working], self.drag, beside_decodes=decodes)
+        for (a, free_s), left_s in zip(working, left, strict=True):
+            share_s = free_s / len(working) / (self.drag if decodes else 1.0)
+            if a.prefill_s <= 0:
+                a.late_s += share_s
+            elif free_s < elapsed_s:
+                a.prefill_s = max(0.0, a.prefill_s - share_s)
+            else:
+                a.prefill_s = left_s
 
 
 def prefill_ends(prefills_s: Sequence[float], drag: float, *, beside_decodes: bool) -> list[float]:

@@ -91,6 +91,7 @@ class Fleet:
             n_turns={node_id: self.n_turns(node_id) for node_id in nodes},
             n_stored=n_stored,
             n_shared=self.forecasts.shared(nodes.values(), token_ids),
+            coming=self.forecasts.coming(nodes.values(), token_ids, self._clock()),
             forecasts=self.forecasts.of(nodes, self._clock()),
         )
 
@@ -102,9 +103,9 @@ class Fleet:
         self._n_others[node_id] = max(0, load.n_running + load.n_queued - self._n_placed[node_id])
 
     @contextlib.contextmanager
-    def placement(self, node: Node, prediction: Prediction) -> Iterator[Awaiting]:
+    def placement(self, node: Node, prediction: Prediction, token_ids: TokenArray) -> Iterator[Awaiting]:
         """Counts a turn as the node's for as long as it is there."""
-        awaiting = self.forecasts.placed(node, prediction, self.n_turns(node.node_id), self._clock())
+        awaiting = self.forecasts.placed(node, prediction, self.n_turns(node.node_id), self._clock(), token_ids)
         self._n_placed[node.node_id] += 1
         try:
             yield awaiting

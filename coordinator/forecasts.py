@@ -13,7 +13,7 @@ from typing import Final
 
 from kvferry.coordinator.backlog import Awaited, Backlog
 from kvferry.coordinator.membership import Node
-from kvferry.coordinator.prediction import GUESSED_TURN_SECONDS, Forecast, Prediction
+from kvferry.coordinator.prediction import GUESSED_TURN_SECONDS, Coming, Forecast, Prediction
 from kvferry.coordinator.rates import Foreseen, NodeRates, Rates, Report, Told, typical
 from kvferry.coordinator.registry import TokenArray
 from kvferry.proto.v1 import common_pb2
@@ -24,17 +24,11 @@ MAX_SCORED: Final = 256
 
 TURN_SECONDS_WEIGHT: Final = 0.1
 
+MIN_AWAITED_TOKENS: Final = 32
+"""Fewer tokens in common, some blocks of a node's cache, are computed twice rather than waited for."""
+
 ORDINARY_SHARE: Final = 2
 """What is usual in the fleet is worked out anew after every half of its nodes' number of reports: it changes slowly."""
-
-
-@dataclasses.dataclass(slots=True)
-class _NodeKnowledge:
-    boot_id: str
-    rates: NodeRates
-    backlog: Backlog = dataclasses.field(default_factory=Backlog)
-    # Tokens of the sessions in its memory, as far as this coordinator saw them.
-    memory: LcpIndex = dataclasses.field(default_factory=LcpIndex)
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,6 +45,24 @@ class Awaiting:
     spent_s: float = 0.0
     has_token: bool = False
     is_over: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _NodeKnowledge:
+    boot_id: str
+    rates: NodeRates
+    backlog: Backlog = dataclasses.field(default_factory=Backlog)
+    # Tokens of the sessions in its memory, as far as this coordinator saw them.
+    memory: LcpIndex = dataclasses.field(default_factory=LcpIndex)
+    # The same of the turns that wait for their first token, by a name for each.
+    coming: LcpIndex = dataclasses.field(default_factory=LcpIndex)
+    awaiting: dict[str, Awaiting] = dataclasses.field(default_factory=dict)
+
+    def no_longer_awaits(self, awaiting: Awaiting) -> None:
+        """Its rows are in memory, or will not be."""
+        name = str(id(awaiting))
+        if self.awaiting.pop(name, None) is not None:
+            self.coming.remove(name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +87,22 @@ class Forecasts:
 
     # What happens.
 
-    def placed(self, node: Node, prediction: Prediction, n_others: int, now_s: float) -> Awaiting:
-        """The node has a turn; it has ``n_others`` besides."""
-        backlog = self._known(node).backlog
+    def placed(
+        self, node: Node, prediction: Prediction, n_others: int, now_s: float, token_ids: TokenArray | None = None
+    ) -> Awaiting:
+        """The node has a turn with these tokens, int32 [n]; it has ``n_others`` besides."""
+        known = self._known(node)
+        backlog = known.backlog
         beside_decodes = n_others > len(backlog)
         work = backlog.add(prediction.restore_seconds, prediction.look_seconds, prediction.work_seconds, now_s)
-        foreseen = Foreseen(prediction.shared_seconds + prediction.prefill_seconds, backlog.drag)
-        return Awaiting(node, prediction.seconds, now_s, beside_decodes, work, foreseen)
+        # What waits for another turn's rows tells nothing of how fast its own are computed.
+        spent_s = 0.0 if prediction.awaits_rows else prediction.shared_seconds + prediction.prefill_seconds
+        awaiting = Awaiting(node, prediction.seconds, now_s, beside_decodes, work, Foreseen(spent_s, backlog.drag))
+        if token_ids is not None:
+            name = str(id(awaiting))
+            known.awaiting[name] = awaiting
+            known.coming.add(name, token_ids)
+        return awaiting
 
     def reported(self, awaiting: Awaiting, prefix: common_pb2.PrefixReport, now_s: float) -> None:
         """The node says what it did for the turn, as it shows its first token."""
@@ -111,6 +132,7 @@ class Forecasts:
         actual_s = now_s - awaiting.placed_s
         self._scores.append((awaiting.predicted_s, actual_s))
         known = self._known(awaiting.node)
+        known.no_longer_awaits(awaiting)
         known.backlog.begins_to_decode(awaiting.work, now_s)
         if awaiting.spent_s and awaiting.work.prefilled_alone:
             known.rates.learn_start(actual_s - awaiting.spent_s, self._ordinary, beside_decodes=awaiting.beside_decodes)
@@ -119,7 +141,9 @@ class Forecasts:
         """The node has it no longer. No effect the second time."""
         if not awaiting.is_over:
             awaiting.is_over = True
-            self._known(awaiting.node).backlog.remove(awaiting.work, now_s)
+            known = self._known(awaiting.node)
+            known.no_longer_awaits(awaiting)
+            known.backlog.remove(awaiting.work, now_s)
 
     def turn_ended(self, decode_s: float) -> None:
         """A turn held its slot for this long after its first token."""
@@ -150,6 +174,20 @@ class Forecasts:
             if match is not None:
                 found[node.node_id] = min(match.n_common, node.resident.get(match.key, match.n_common))
         return found
+
+    def coming(self, nodes: Iterable[Node], token_ids: TokenArray, now_s: float) -> dict[str, Coming]:
+        """node_id → leading tokens of these, int32 [n], whose rows a turn there is computing."""
+        found: dict[str, Coming] = {}
+        for node in nodes:
+            known = self._nodes.get(node.node_id)
+            match = known.coming.find(token_ids) if known and known.awaiting and known.boot_id == node.boot_id else None
+            if known is not None and match is not None and match.n_common >= MIN_AWAITED_TOKENS:
+                found[node.node_id] = Coming(match.n_common, self.seconds_left(known.awaiting[match.key], now_s))
+        return found
+
+    def seconds_left(self, awaiting: Awaiting, now_s: float) -> float:
+        """Until it has its first token, as far as one knows now."""
+        return self._known(awaiting.node).backlog.seconds_left(awaiting.work, now_s)
 
     def accuracy(self) -> Accuracy:
         if not self._scores:

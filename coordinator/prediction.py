@@ -1,13 +1,13 @@
 """How long until a node shows the first token of a turn, in parts. Pure.
 
     queue      the way there, until a slot of its batch is free, reads and looks before its own, and prefills that share
-               the engine with it
+               the engine with it; or the prefill of another turn that begins with the same tokens
     restore    rows that it lacks and the store has, at the rate it reads
     look       pictures among what is left, at the rate its vision tower works
     prefill    what is left, at the rate it computes at that depth, slower beside decodes
 
 Rows come from the node's memory, or from the store if that covers more; the store is left alone where computing is
-sooner than reading.
+sooner than reading. A node computes what two turns begin with once: the second one waits for the first one's rows.
 """
 
 from __future__ import annotations
@@ -41,6 +41,17 @@ class Forecast:
 UNKNOWN: Final = Forecast()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Coming:
+    """Rows that a turn of a node is computing, and seconds until it has them."""
+
+    n_tokens: int = 0
+    seconds: float = 0.0
+
+
+NOTHING_COMING: Final = Coming()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSources:
     """Rows of the request that could be had without computing them; at most all but one."""
@@ -49,6 +60,9 @@ class RowSources:
     n_resident: int
     n_stored: int
     bytes_per_row: int
+    # Of these, rows that a turn there is computing now, and in how many seconds it has them.
+    n_coming: int = 0
+    coming_s: float = 0.0
     # (first, end) tokens of each picture.
     images: Sequence[tuple[int, int]] = ()
 
@@ -71,6 +85,8 @@ class Prediction:
     # The store has more than memory, and computing is sooner than reading.
     recompute: bool
     look_seconds: float = 0.0
+    # Rows of a turn that still computes them are waited for.
+    awaits_rows: bool = False
     # Of the queue: the share of the engine that other prompts take meanwhile.
     shared_seconds: float = 0.0
     # By how much the turns that wait for their first token there would wait longer, all together.
@@ -89,7 +105,11 @@ class Prediction:
 def predict(member: Member, rows: RowSources, forecast: Forecast, n_turns: int) -> Prediction:
     """``n_turns``: turns on the node, running or waiting."""
     beside_decodes = n_turns > len(forecast.ahead.prefilling_s)
-    from_memory = _way(rows, rows.n_resident, 0, forecast, beside_decodes=beside_decodes)
+    if rows.n_coming > rows.n_resident:
+        from_memory = _way(rows, rows.n_coming, 0, forecast, beside_decodes=beside_decodes, wait_s=rows.coming_s)
+        from_memory = dataclasses.replace(from_memory, awaits_rows=True)
+    else:
+        from_memory = _way(rows, rows.n_resident, 0, forecast, beside_decodes=beside_decodes)
     best, recompute = from_memory, False
     if rows.n_stored > rows.n_resident:
         from_store = _way(rows, 0, rows.n_stored, forecast, beside_decodes=beside_decodes)
@@ -102,13 +122,17 @@ def predict(member: Member, rows: RowSources, forecast: Forecast, n_turns: int) 
     return best
 
 
-def _way(rows: RowSources, n_resident: int, n_restored: int, forecast: Forecast, *, beside_decodes: bool) -> Prediction:
-    """One way to get the rows; a restore replaces what memory had."""
+def _way(
+    rows: RowSources, n_resident: int, n_restored: int, forecast: Forecast, *, beside_decodes: bool, wait_s: float = 0.0
+) -> Prediction:
+    """One way to get the rows; a restore replaces what memory had. ``wait_s``: until memory has them."""
     rates, ahead = forecast.rates, forecast.ahead
     n_reused = max(n_resident, n_restored)
     restore_s = rates.restore_seconds(n_restored * rows.bytes_per_row)
     look_s = rates.look_per_token * rows.n_to_look_at(n_reused)
-    before_s = restore_s + look_s + (ahead.reading_s if n_restored else 0.0) + (ahead.looking_s if look_s else 0.0)
+    before_s = (
+        wait_s + restore_s + look_s + (ahead.reading_s if n_restored else 0.0) + (ahead.looking_s if look_s else 0.0)
+    )
     work_s = rates.prefill_seconds(n_reused, rows.n_tokens)
     decoding, shared_s, others_s = beside_decodes, 0.0, 0.0
     if ahead.prefilling_s:

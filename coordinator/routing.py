@@ -20,6 +20,8 @@ from typing import Final
 from kvferry.coordinator.membership import Member, Node, NodeState
 from kvferry.coordinator.prediction import (
     DEFAULT_MAX_RUNNING,
+    NOTHING_COMING,
+    Coming,
     Forecast,
     Prediction,
     RowSources,
@@ -68,6 +70,8 @@ class View:
     n_stored: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # node_id -> leading tokens of this request whose rows other sessions have in the node's memory.
     n_shared: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # node_id -> leading tokens of this request that another turn there is computing, and how long that takes.
+    coming: Mapping[str, Coming] = dataclasses.field(default_factory=dict)
     # node_id -> its speed and its work; a node that is not there is taken for an idle one of ordinary speed.
     forecasts: Mapping[str, Forecast] = dataclasses.field(default_factory=dict)
 
@@ -210,9 +214,11 @@ def worth_showing(
 
 
 def option(view: View, request: RouteRequest, member: Member) -> _Option:
+    coming = view.coming.get(member.node.node_id, NOTHING_COMING)
     rows = RowSources(
         n_tokens=request.n_tokens, n_resident=n_resident(view, request, member), n_stored=n_stored(view, member),
         bytes_per_row=member.node.bytes_per_row, images=request.images,
+        n_coming=min(coming.n_tokens, request.n_tokens - 1), coming_s=coming.seconds,
     )  # fmt: skip
     n_turns = load_of(view, member)
     return _Option(member, predict(member, rows, forecast_of(view.forecasts, member.node.node_id), n_turns), n_turns)
@@ -279,6 +285,8 @@ def praise(request: RouteRequest, best: _Option, n_considered: int) -> str:
     reused = request.n_tokens - p.n_computed
     if p.n_restored:
         source = f"{reused} of {request.n_tokens} tokens from the store"
+    elif p.awaits_rows:
+        source = f"{reused} of {request.n_tokens} tokens with another turn that computes them"
     elif reused:
         source = f"{reused} of {request.n_tokens} tokens in memory"
     else:

@@ -240,7 +240,7 @@ class TurnRunner:
         self.obstacle = ""
         self.changed.ring()
         logger.info("%r placed", turn)
-        with around.fleet.placement(node, prediction) as awaiting:
+        with around.fleet.placement(node, prediction, self._with_answer(self._compared_ids)) as awaiting:
             reading = self._read(node, epoch, prediction, awaiting)
             await first_of(reading, around.fleet.until_lost(node), self._cancelled.wait())
         # No effect when the stream or the answer ended by itself. A node may be back in the meantime; its call is gone.

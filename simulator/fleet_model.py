@@ -1,10 +1,11 @@
 """Boards as the planner sees them: rates, memory, a batch of turns. No tokens are made; what is tracked is how many
 rows lie where, and how long everything takes.
 
-A board prefills its admitted turns in equal shares. Beside decodes a step takes prompt rows only until it is
-``decode_slowdown`` times as long as without them, which leaves the prompts ``decode_drag`` times slower than alone, as
-the node's pacer does. A batch decodes as fast as one turn until its rows cost more than the weights do. A board reads
-from the store one turn after the other; the store itself can give only so much to all boards together.
+A board prefills its admitted turns in equal shares; one that begins with a system prompt that another is computing
+waits for it, as in the node's scheduler. Beside decodes a step takes prompt rows only until it is ``decode_slowdown``
+times as long as without them, which leaves the prompts ``decode_drag`` times slower than alone, as the node's pacer
+does. A batch decodes as fast as one turn until its rows cost more than the weights do. A board reads from the store
+one turn after the other; the store itself can give only so much to all boards together.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class ModelBoard:
             job.ends_s = now_s
             self._keep(job, job.n_tokens + job.answer_tokens - 1)
             self._store.publish(job.session, job.system, job.n_tokens + job.answer_tokens - 1)
-        if ended:
+        if ended or started:
             self._admit(now_s)
         return started, ended
 
@@ -194,8 +195,12 @@ class ModelBoard:
         return self.rates.decode_seconds(len(self.decoding)) * slowdown
 
     def _admit(self, now_s: float) -> None:
-        while self.queue and self.n_running < self.rates.max_running:
-            job = self.queue.popleft()
+        for job in list(self.queue):
+            if self.n_running >= self.rates.max_running:
+                break
+            if self._is_being_computed(job):
+                continue
+            self.queue.remove(job)
             job.admitted_s = now_s
             in_memory = self.rows_for(job.session, job.system, job.system_tokens)
             job.n_resident = min(in_memory, job.n_tokens - 1)
@@ -209,6 +214,13 @@ class ModelBoard:
                 self._io_free_s = job.restored_s
             job.work_s = self.rates.prefill_seconds(job.n_tokens - job.n_computed, job.n_tokens)
             (self.reading if job.restored_s > now_s else self.prefilling).append(job)
+
+    def _is_being_computed(self, job: Job) -> bool:
+        """The system prompt that it lacks, and would not read, by another turn."""
+        has = self.rows_for(job.session, job.system, job.system_tokens)
+        if not job.recompute:
+            has = max(has, self._store.rows_for(job.session, job.system, job.system_tokens))
+        return has < job.system_tokens and any(j.system == job.system for j in self.prefilling)
 
     def _keep(self, job: Job, n_rows: int) -> None:
         """In memory; the least recently used go for it."""

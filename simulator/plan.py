@@ -15,6 +15,7 @@ from typing import Final
 
 from kvferry.coordinator.forecasts import Awaiting, Forecasts
 from kvferry.coordinator.membership import Load, Member, Node, NodeState
+from kvferry.coordinator.prediction import Coming
 from kvferry.coordinator.routing import RouteRequest, Rule, View
 from kvferry.proto.v1 import common_pb2
 from kvferry.simulator.fleet_model import BoardRates, Job, ModelBoard, SharedStore
@@ -112,6 +113,8 @@ class Planner:
         # Kept up with each change, since a fleet of thousands cannot be counted for each question.
         self._n_turns: dict[str, int] = {}
         self._shared: dict[int, dict[str, int]] = {}
+        # system → board → who computes it there
+        self._coming: dict[int, dict[str, Awaiting]] = {}
         self._rule = rule
         self._sessions = [_Session(plan, number) for number, plan in enumerate(sessions)]
         self._events: list[tuple[float, int, str, object]] = []
@@ -142,6 +145,10 @@ class Planner:
             n_turns=self._n_turns,
             n_stored={FINGERPRINT: min(stored, session.n_tokens - 1)} if stored else {},
             n_shared=self._shared.get(plan.system, {}),
+            coming={
+                name: Coming(plan.system_tokens, self.forecasts.seconds_left(awaiting, self.now_s))
+                for name, awaiting in self._coming.get(plan.system, {}).items()
+            },
             forecasts=self.forecasts.of(self._nodes_by_id, self.now_s),
         )
 
@@ -170,7 +177,8 @@ class Planner:
         session.n_tokens += turn.answer_tokens
         by_node = self.outcome.turns_by_node
         by_node[board.name] = by_node.get(board.name, 0) + 1
-        self._awaiting[id(job)] = self.forecasts.placed(node, prediction, board.n_turns, self.now_s)
+        awaiting = self._awaiting[id(job)] = self.forecasts.placed(node, prediction, board.n_turns, self.now_s)
+        self._coming.setdefault(plan.system, {}).setdefault(board.name, awaiting)
         self._catch_up(board)
         board.submit(job, self.now_s)
         self._note(board, plan.system, plan.system_tokens)
@@ -205,6 +213,9 @@ class Planner:
             out.n_restored += job.n_restored
             out.n_computed += job.n_computed
             awaiting = self._decoding[id(job)] = self._awaiting.pop(id(job))
+            coming = self._coming[job.system]
+            if coming.get(awaiting.node.node_id) is awaiting:
+                del coming[awaiting.node.node_id]
             self.forecasts.reported(awaiting, report_of(job, self.now_s), self.now_s)
             self.forecasts.first_token(awaiting, self.now_s)
         for job in ended:

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.coordinator.forecasts import Forecasts
 from kvferry.coordinator.membership import Node
-from kvferry.coordinator.prediction import Prediction
+from kvferry.coordinator.prediction import Coming, Prediction
 from kvferry.proto.v1 import common_pb2
 
 
@@ -51,6 +51,33 @@ def test_a_new_boot_has_no_work_and_no_memory_but_is_the_same_board() -> None:
     assert forecasts.of({"a": again}, 40.0)["a"].ahead.prefilling_s == ()
     assert forecasts.of({"a": again}, 40.0)["a"].rates == learned
     assert forecasts.shared([again], ids(1, 2, 3, 4)) == {}
+
+
+def test_a_turn_that_is_late_is_expected_to_be_as_late_again() -> None:
+    forecasts = Forecasts()
+    forecasts.placed(node(), predicted(4.0), 0, 0.0)
+    seen = [forecasts.of({"a": node()}, now_s)["a"].ahead.prefilling_s for now_s in (3.0, 4.0, 4.5, 7.0)]
+    assert seen == [(1.0,), (0.0,), (0.5,), (3.0,)]
+
+
+def test_rows_that_a_turn_is_computing_are_known_until_it_has_its_first_token() -> None:
+    forecasts = Forecasts()
+    prompt = np.arange(100, dtype=np.int32)
+    awaiting = forecasts.placed(node(), predicted(4.0), 0, 0.0, prompt)
+    same_beginning = np.append(prompt[:80], ids(7, 8, 9))
+    assert forecasts.coming([node(), node("b")], same_beginning, 1.0) == {"a": Coming(80, 3.0)}
+    assert forecasts.coming([node()], prompt[50:], 1.0) == {}
+    assert forecasts.coming([node()], prompt[:20], 1.0) == {}, "too few to wait for"
+    assert forecasts.coming([node(boot_id="boot2")], same_beginning, 1.0) == {}
+    forecasts.first_token(awaiting, 5.0)
+    assert forecasts.coming([node()], same_beginning, 5.0) == {}
+
+
+def test_rows_of_a_turn_that_was_given_up_do_not_come() -> None:
+    forecasts = Forecasts()
+    prompt = np.arange(100, dtype=np.int32)
+    forecasts.over(forecasts.placed(node(), predicted(4.0), 0, 0.0, prompt), 1.0)
+    assert forecasts.coming([node()], prompt, 1.0) == {}
 
 
 def test_memory_is_what_was_seen_there_and_the_heartbeat_did_not_deny() -> None:

@@ -123,7 +123,8 @@ def test_reads_go_one_after_the_other_and_so_do_looks_and_prefills_side_by_side(
     backlog.add(3.0, 0.0, 4.0, 0.0)
     assert backlog.ahead(1.0) == Ahead(4.0, 0.5, (1.0, 4.0))
     assert backlog.ahead(2.0).reading_s == 3.0
-    assert backlog.ahead(3.0) == Ahead(2.0, 0.0, (0.0, 4.0))
+    assert backlog.ahead(2.5) == Ahead(2.5, 0.0, (1.0, 4.0))
+    assert backlog.ahead(3.0) == Ahead(2.0, 0.0, (0.5, 4.0))
 
 
 def test_equal_shares_until_the_short_one_is_done() -> None:
@@ -132,7 +133,7 @@ def test_equal_shares_until_the_short_one_is_done() -> None:
     backlog.add(0.0, 0.0, 4.0, 10.0)
     assert backlog.ahead(11.0).prefilling_s == (0.5, 3.5)
     assert backlog.ahead(13.0).prefilling_s == (0.0, 2.0)
-    assert backlog.ahead(99.0) == Ahead(0.0, 0.0, (0.0, 0.0))  # late, but not there yet
+    assert backlog.ahead(15.0).prefilling_s == (1.0, 0.0)  # late, but not there yet
 
 
 def test_prompts_get_on_slower_while_a_turn_decodes() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.coordinator.backlog import Ahead
 from kvferry.coordinator.membership import Load, Member, Node, NodeState
-from kvferry.coordinator.prediction import Forecast
+from kvferry.coordinator.prediction import Coming, Forecast
 from kvferry.coordinator.rates import Rates
 from kvferry.coordinator.routing import MAX_CANDIDATES_KEPT, Candidate, Choice, RouteRequest, View, route
 
@@ -35,13 +35,13 @@ def member(
 
 def choose(
     *members: Member, stored: int = 0, turns: dict[str, int] | None = None, shared: dict[str, int] | None = None,
-    forecasts: dict[str, Forecast] | None = None, **request: object,
+    coming: dict[str, Coming] | None = None, forecasts: dict[str, Forecast] | None = None, **request: object,
 ) -> Choice:  # fmt: skip
     wanted = {"session_id": "s", "n_tokens": 640, "n_context": 1000, **request}
     usual = {m.node.node_id: Forecast(rates=FAST) for m in members}
     view = View(
         members=members, n_turns=turns or {}, n_stored={"fp": stored} if stored else {}, n_shared=shared or {},
-        forecasts={**usual, **(forecasts or {})},
+        coming=coming or {}, forecasts={**usual, **(forecasts or {})},
     )  # fmt: skip
     return route(view, RouteRequest(**wanted))
 
@@ -66,6 +66,18 @@ def test_the_node_that_has_least_to_compute_is_soonest_while_nobody_is_busy() ->
         "b": "chosen: first token in 28 ms, 612 of 640 tokens in memory",
         "c": "passed over: first token in 640 ms, prefill 640 ms against 28 ms",
     }
+
+
+def test_a_prompt_that_a_node_is_computing_is_not_computed_by_another_one_as_well() -> None:
+    busy = {"b": Forecast(rates=FAST, ahead=Ahead(prefilling_s=(0.3,)))}
+    choice = choose(member("a"), member("b"), coming={"b": Coming(600, 0.3)}, forecasts=busy, turns={"b": 1})
+    assert chosen(choice) == "b"
+    assert (
+        reasons(choice)["b"] == "chosen: first token in 340 ms, 600 of 640 tokens with another turn that computes them"
+    )
+    assert of(choice, "b").n_computed == 40
+    # The store has them sooner, or nobody has to wait.
+    assert chosen(choose(member("a"), member("b"), coming={"b": Coming(600, 0.9)}, forecasts=busy, stored=600)) == "a"
 
 
 def test_a_shorter_prefix_on_an_idle_node_beats_a_longer_one_behind_a_long_queue() -> None:

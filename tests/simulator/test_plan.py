@@ -94,6 +94,17 @@ def test_two_prefills_share_the_engine() -> None:
     assert [one.first_token_s for one in both] == [pytest.approx(2 * BOARD_2B.prefill_seconds(0, 300))] * 2
 
 
+def test_a_system_prompt_that_two_turns_begin_with_is_computed_once() -> None:
+    board = ModelBoard("n", BOARD_2B, SharedStore(1e9))
+    first, second = (Job(n, 0, 500, 600, 10, 0.0, recompute=False) for n in (1, 2))
+    for one in (first, second):
+        board.submit(one, 0.0)
+    while not second.first_token_s:
+        board.advance(board.next_s())
+    assert (first.n_computed, second.n_computed) == (600, 100)
+    assert first.first_token_s == pytest.approx(BOARD_2B.prefill_seconds(0, 600))
+
+
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     trace = drawn(KINDS["chat"], 5, 1.0, random.Random(1))
     path = tmp_path / "trace.jsonl"
