@@ -44,6 +44,7 @@ from kvferry.store import vlkv3
 from kvferry.store.errors import StoreError
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.payload import Kind, row_bytes
+from kvferry.store.pins import Pins
 from kvferry.store.snapshot_store import SnapshotStore
 from kvferry.store.write_budget import WriteBudget
 
@@ -84,7 +85,7 @@ def load_serving(
     vision = _vision_thread(config, engine, lambda done: threads[0].send(done))  # noqa: PLW0108 - the thread is made below
     if config.store is not None:
         io = IoThreads(
-            open_store=partial(open_store, config, engine, _write_budget(config)),
+            open_store=partial(open_store, config, engine, _write_budget(config), Pins()),
             new_sequence=engine.new_sequence,
             deliver=lambda done: threads[0].send(done),  # noqa: PLW0108 - the thread is made below
             stall_seconds=config.store_stall_seconds,
@@ -144,7 +145,9 @@ def _write_budget(config: NodeConfig) -> WriteBudget | None:
     return None if config.store_write_per_hour is None else WriteBudget(int(config.store_write_per_hour))
 
 
-def open_store(config: NodeConfig, engine: Engine, write_budget: WriteBudget | None, namespace: str) -> SnapshotStore:
+def open_store(
+    config: NodeConfig, engine: Engine, write_budget: WriteBudget | None, pins: Pins, namespace: str
+) -> SnapshotStore:
     """The store of this engine's fingerprint and a namespace; its first call may raise StoreError or hang."""
     if config.store_place is None:
         raise ValueError("there is no store to open")
@@ -164,6 +167,7 @@ def open_store(config: NodeConfig, engine: Engine, write_budget: WriteBudget | N
         kind=Kind[engine.geometry.kind.name],
         placeholder_ids=() if vision is None else (vision.image_token_id, vision.video_token_id),
         write_budget=write_budget,
+        pins=pins,
         tenant=namespace,
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvferry.store import names, vlkv, vlkv3
 from kvferry.store.chain_reader import open_chain
+from kvferry.store.compaction import CheckedChain
 from kvferry.store.errors import SnapshotRejected, StoreMisuse
 from kvferry.store.folder import look
 from kvferry.store.fs import FileSystem
@@ -23,9 +24,8 @@ from kvferry.store.publish import TempFile, create_temp, publish, write_q8_snaps
 from kvferry.store.q8 import Q8Rows
 from kvferry.store.reader import open_snapshot
 from kvferry.store.seals import Seal
-from kvferry.store.segment_file import Terms
+from kvferry.store.segment_file import Terms, open_segment
 from kvferry.store.segment_writer import SegmentWriter
-from kvferry.store.segments import CheckedChain
 
 VERSION_OF: Final = {Kind.F32: 1, Kind.Q8: 2}
 
@@ -59,6 +59,8 @@ def open_sequence(fs: FileSystem, path: Path, terms: Terms) -> Iterator[Sequence
         kind = Kind.F32 if isinstance(loaded, Snapshot) else Kind.Q8
         yield Sequence(geometry, kind, loaded.token_ids, MemoryPlanes(planes), "")
         return
+    with open_segment(fs, path, terms):
+        pass  # what is wrong with this file itself is said first
     folder = look(fs, path.parent, terms)
     if path.name in folder.refusals:
         raise folder.refusals[path.name]

@@ -92,10 +92,13 @@ class StoreDirectory:
             return clock.created_at_ns()
 
     def survey(self, now_ns: int) -> Survey:
-        """Everything in the directory that counts against a budget. Entries that vanish meanwhile do not count."""
+        """Everything in the directory that counts against a budget. Entries that vanish meanwhile do not count.
+
+        Listed twice: a file that gets its final name during one listing may be in it under neither.
+        """
         snapshots: list[Entry] = []
         temp_bytes = n_temps = 0
-        for name in self._names(self.path):
+        for name in sorted({*self._names(self.path), *self._names(self.path)}):
             temp = names.parse_temp(name)
             if temp is None and not names.is_snapshot(name):
                 continue

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 from kvferry.store.catalog import Catalog
 from kvferry.store.directory import NS_PER_S, StoreDirectory
-from kvferry.store.errors import SnapshotGone, StoreFull
+from kvferry.store.errors import StoreFull
+from kvferry.store.heads import Heads
+from kvferry.store.pins import Pins
 from kvferry.store.space import Budget, RoomPlan, Survey, plan_room
 
 _log = logging.getLogger(__name__)
@@ -27,14 +28,16 @@ READ_LEASE_S = 35
 class Evictor:
     """Carries out what space.plan_room decides. Any thread may pin; ``make_room`` waits for the disk."""
 
-    def __init__(self, directory: StoreDirectory, catalog: Catalog, budget: Budget, trash_grace_s: float) -> None:
+    def __init__(
+        self, directory: StoreDirectory, catalog: Catalog, budget: Budget, trash_grace_s: float, pins: Pins
+    ) -> None:
         self._directory = directory
         self._catalog = catalog
+        self._heads = Heads(directory.fs, directory.path)
         self.budget = budget
         self._trash_grace_ns = int(trash_grace_s * NS_PER_S)
-        self._lock = threading.Lock()  # guards the three below; never held during I/O
-        self._pins: Counter[str] = Counter()
-        self._condemned: set[str] = set()  # being evicted at this moment: may not be pinned any more
+        self._pins = pins
+        self._lock = threading.Lock()  # guards the next; never held during I/O
         self._n_evicted = 0
 
     @property
@@ -43,20 +46,10 @@ class Evictor:
         with self._lock:
             return self._n_evicted
 
-    @contextmanager
-    def pin(self, *names: str) -> Iterator[None]:
-        """Keeps files from being evicted by this process. Raises SnapshotGone when that is happening already."""
-        with self._lock:
-            for name in names:
-                if name in self._condemned:
-                    raise SnapshotGone("pin", self._directory.file(name))
-            self._pins.update(names)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._pins.subtract(names)
-                self._pins += Counter()  # drops what is not pinned any more
+    def pin(self, *names: str) -> AbstractContextManager[None]:
+        """Keeps files of this folder from being evicted by this process. Raises SnapshotGone when that is happening
+        already."""
+        return self._pins.hold([self._path(name) for name in names])
 
     def make_room(
         self, now_ns: int, shortage_bytes: int, wanted_for: Path, *, by_quota: bool = False
@@ -68,10 +61,10 @@ class Evictor:
         """
         evicted: list[str] = []
         for _ in range(_MAX_PLANS):
-            with self._lock:
-                protected = set(self._pins)
+            held = self._pins.held()
             survey = self._survey(now_ns)
-            plan = self._plan(survey, shortage_bytes, protected, now_ns)
+            pinned = {entry.name for entry in survey.snapshots if self._path(entry.name) in held}
+            plan = self._plan(survey, shortage_bytes, pinned, now_ns)
             if plan is None:
                 break
             gone = self._carry_out(plan)
@@ -87,20 +80,21 @@ class Evictor:
     def _plan(self, survey: Survey, shortage_bytes: int, pinned: set[str], now_ns: int) -> RoomPlan | None:
         """Without what other nodes may be reading at this moment, if that is enough. They mark it as used before they
         open it, as long as a turn waits for it at most; their pins are known to nobody else."""
-        standing = self._catalog.standing()
+        expired_before_ns = now_ns - self._trash_grace_ns
+        plan = plan_room(survey, self.budget, shortage_bytes, set(), expired_before_ns)
+        if plan is None or not plan.evict:
+            return plan
+        standing = self._heads.standing(self._catalog.standing(), [entry.name for entry in survey.snapshots])
         in_use = {entry.name for entry in survey.snapshots if entry.at_ns > now_ns - READ_LEASE_S * NS_PER_S}
         plans = (
-            plan_room(survey, self.budget, shortage_bytes, spared, now_ns - self._trash_grace_ns, standing)
+            plan_room(survey, self.budget, shortage_bytes, spared, expired_before_ns, standing)
             for spared in (pinned | in_use, pinned)
         )
         return next((plan for plan in plans if plan is not None), None)
 
     def _survey(self, now_ns: int) -> Survey:
-        """The whole store: this model's folder, and its neighbours' entries as FOLDER/NAME.
-
-        Those have no standing: of a neighbour's chain a parent may go first, and what continued it is then an orphan of
-        the same age, which goes next.
-        """
+        """The whole store: this folder, and the entries of its neighbours, other models' and tenants', as
+        FOLDER/NAME."""
         own = self._directory.survey(now_ns)
         snapshots, trash = list(own.snapshots), list(own.trash)
         temp_bytes, n_temps = own.temp_bytes, own.n_temps
@@ -159,37 +153,29 @@ class Evictor:
     def _carry_out(self, plan: RoomPlan) -> list[str]:
         """Removes what the plan says but for what has been pinned since; returns the snapshots that went."""
         neighbours = self._directory.neighbours() if any("/" in name for name in (*plan.purge, *plan.evict)) else {}
+        neighbours[""] = self._directory
         for name in plan.purge:
             folder, _, own_name = name.rpartition("/")
-            if not folder:
-                self._directory.purge(name)
-            elif folder in neighbours:
+            if folder in neighbours:
                 neighbours[folder].purge(own_name)
         gone = []
         for name in plan.evict:
             folder, _, own_name = name.rpartition("/")
-            if folder:
+            with self._pins.condemn(self._path(name)) as free:
+                if not free:
+                    continue
+                if not folder:
+                    self._catalog.forget(name)
                 if folder in neighbours:
                     _take_away(neighbours[folder], own_name, at_once=name in plan.delete)
-                gone.append(name)
-                continue
-            with self._lock:
-                if name in self._pins:
-                    continue
-                self._condemned.add(name)
-            try:
-                self._remove(name, at_once=name in plan.delete)
-            finally:
-                with self._lock:
-                    self._condemned.discard(name)
             gone.append(name)
         with self._lock:
             self._n_evicted += len(gone)
         return gone
 
-    def _remove(self, name: str, *, at_once: bool) -> None:
-        self._catalog.forget(name)
-        _take_away(self._directory, name, at_once=at_once)
+    def _path(self, name: str) -> Path:
+        """Of NAME, or of a neighbour's FOLDER/NAME."""
+        return self._directory.path.parent / name if "/" in name else self._directory.path / name
 
 
 def _take_away(directory: StoreDirectory, name: str, *, at_once: bool) -> None:

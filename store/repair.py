@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvferry.store import names, vlkv3
 from kvferry.store.chain_reader import open_chain
+from kvferry.store.compaction import CheckedChain
 from kvferry.store.folder import Folder
 from kvferry.store.fs import FileSystem
 from kvferry.store.inspection import confirm_good
@@ -14,7 +15,6 @@ from kvferry.store.publish import create_temp, publish
 from kvferry.store.seals import Seal
 from kvferry.store.segment_file import Terms
 from kvferry.store.segment_writer import SegmentWriter
-from kvferry.store.segments import CheckedChain
 
 
 def salvage(fs: FileSystem, folder: Folder, name: str, position: int, unique: str, seal: Seal) -> Path | None:

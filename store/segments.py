@@ -16,13 +16,14 @@ from kvferry.store import names
 from kvferry.store.catalog import Catalog
 from kvferry.store.chain_reader import ChainReader, open_chain
 from kvferry.store.chains import Segment
+from kvferry.store.compaction import CheckedChain, plan_compaction
 from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import NameTaken, SnapshotGone, SnapshotRejected, StoreError, StoreFull, WriteBudgetSpent
 from kvferry.store.evictor import Evictor
 from kvferry.store.geometry import KvGeometry, TokenIds
-from kvferry.store.payload import Kind, Planes, PlaneSource, TileMemory, as_sink, as_source, as_tiles
+from kvferry.store.payload import Kind, PlaneSource, TileMemory, as_sink, as_source, as_tiles
 from kvferry.store.publish import Outcome, publish
-from kvferry.store.segment_file import BlockDamagedError, Terms, open_segment
+from kvferry.store.segment_file import Terms, open_segment
 from kvferry.store.segment_writer import SegmentWriter, layout_for
 from kvferry.store.vlkv3 import (
     HINT_BYTES,
@@ -129,6 +130,7 @@ class SegmentShelf:
         final = self.directory.file(extent.name)
         self._check_budgets(extent.file_bytes, final)
         with self.evictor.pin(*(segment.name for segment, _ in chain)):
+            self._touch(chain[-1:])  # other nodes spare what is marked, and it the chain before it (evictor.py)
             outcome = self._attempt(writer, rows, tiles, final)
         segment = Segment(
             extent.name,
@@ -344,34 +346,6 @@ class SegmentShelf:
             saved = self._write(extent, ids[start:], new_spans, reader.parts[-1].file.logits(), rows, None, chain)
         self.on_count(bytes_written=saved.n_bytes)
         return self.evictor.discard(covered)
-
-
-class CheckedChain:
-    """A chain as a source whose damage is a refusal, so that it is never written into another file."""
-
-    def __init__(self, reader: ChainReader, tell: Callable[[], None] = lambda: None) -> None:
-        self._reader = reader
-        self._tell = tell
-
-    def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
-        """Copies rows out. Raises SnapshotRejected(block_digest_mismatch), and what reading raises."""
-        self._tell()
-        try:
-            self._reader.read_planes(layer, start, stop, planes)
-        except BlockDamagedError as damage:
-            path = next(p.file.path for p in self._reader.parts if p.file.path.name == damage.name)
-            raise damage.rejection(path) from damage
-
-
-def plan_compaction(lengths: Sequence[int], most: int) -> range | None:
-    """Which of a chain's segments (their lengths in tokens) to merge: the tail that is no longer than what would be
-    gained, so that a row is written again only each time its segment at least doubles. None: nothing."""
-    if len(lengths) <= most:
-        return None
-    first = 0
-    while first < len(lengths) - 1 and lengths[first] >= sum(lengths[first + 1 :]):
-        first += 1
-    return range(first, len(lengths))
 
 
 def _before(chain: list[tuple[Segment, int]], name: str) -> list[tuple[Segment, int]]:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -24,9 +23,11 @@ from kvferry.store.geometry import KvGeometry, RowSink, RowSource, TokenIds
 from kvferry.store.identity import ensure_store_id
 from kvferry.store.payload import Kind
 from kvferry.store.payload import row_bytes as row_bytes_of
+from kvferry.store.pins import Pins
 from kvferry.store.seals import PlainSeal, Seal, describe
 from kvferry.store.segment_file import Terms
 from kvferry.store.segments import SegmentShelf
+from kvferry.store.snapshot_info import SnapshotInfo, checked_ids
 from kvferry.store.space import Budget
 from kvferry.store.statistics import StoreCounts, StoreStatistics
 from kvferry.store.vlkv3 import ContentSpan
@@ -36,20 +37,6 @@ from kvferry.store.write_budget import WriteBudget
 __all__ = ["Match", "ReapReport", "RefreshReport", "SnapshotInfo", "SnapshotStore", "StoreStatistics"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotInfo:
-    """A published snapshot: n_tokens from position 0 on. ``already_there`` when nothing had to be written.
-
-    ``n_bytes`` is the file's size; of a version 3 segment, which holds positions ``start`` to n_tokens - 1.
-    """
-
-    name: str
-    n_tokens: int
-    n_bytes: int
-    already_there: bool
-    start: int = 0
 
 
 class SnapshotStore:
@@ -84,6 +71,7 @@ class SnapshotStore:
         min_growth: int = 1,
         placeholder_ids: Collection[int] = (),
         write_budget: WriteBudget | None = None,
+        pins: Pins | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``unique`` gives 32 hex digits that no other writer will use; ``trusted_uids`` whose files are read, None:
@@ -91,7 +79,8 @@ class SnapshotStore:
 
         ``version`` is what is written; both are read. ``kind`` of the rows (None: any, to look only). A ``tenant`` has
         a directory and a key of its own. A continuation of less than ``min_growth`` tokens is not written. Whole files
-        are not read beyond one of the ``placeholder_ids``, since they do not say what stood there. Raises StoreMisuse.
+        are not read beyond one of the ``placeholder_ids``, since they do not say what stood there. Stores that a
+        process opens in one place share their ``pins``. Raises StoreMisuse.
         """
         if version == 1 and kind not in {Kind.F32, None}:
             raise StoreMisuse("version 1 holds float32 rows only", op="open store", path=root)
@@ -112,7 +101,7 @@ class SnapshotStore:
         terms = Terms(geometry, kind, fingerprint, self._seal, vocab_size)
         versions = {Kind.F32: (1,), Kind.Q8: (2,), None: (1, 2)}.get(kind, ())
         self._catalog = Catalog(self._directory, geometry, vocab_size, trusted_uids, terms, versions, placeholder_ids)
-        self._evictor = Evictor(self._directory, self._catalog, self.budget, trash_grace_s)
+        self._evictor = Evictor(self._directory, self._catalog, self.budget, trash_grace_s, pins or Pins())
         self._counts = StoreCounts()
         self._version = version
         self._segments = SegmentShelf(
@@ -319,7 +308,7 @@ class SnapshotStore:
         StoreMisuse; nothing of a failed save stays under the snapshot's name.
         """
         self._must_write("publish")
-        ids = self._checked(token_ids)
+        ids = checked_ids(token_ids, self.vocab_size)
         try:
             info = self._save(ids, rows, spans, logits)
         except Exception as error:
@@ -403,15 +392,3 @@ class SnapshotStore:
     def _must_write(self, op: str) -> None:
         if self._read_only:
             raise StoreMisuse(f"a read-only store does not {op}", op=op, path=self.path)
-
-    def _checked(self, token_ids: ArrayLike) -> TokenIds:
-        """The ids as a frozen copy. Raises StoreMisuse: a snapshot that every reader would refuse is not written."""
-        ids = np.array(token_ids, np.int32)
-        if ids.ndim != 1 or not 1 <= len(ids) <= vlkv.MAX_TOKENS:
-            raise StoreMisuse(
-                f"a snapshot has 1 to {vlkv.MAX_TOKENS} tokens in one row, not shape {ids.shape}", op="publish"
-            )
-        if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
-            raise StoreMisuse(f"a token id is outside the vocabulary of {self.vocab_size}", op="publish")
-        ids.setflags(write=False)
-        return ids

@@ -111,3 +111,46 @@ async def test_a_session_resumes_from_an_encrypted_store(processes: Processes, t
         assert np.array(answer[:16], "<i4").tobytes() not in saved
     finally:
         await client.channel.close()
+
+
+@pytest.mark.slow
+async def test_a_node_with_another_key_is_told_of_and_its_answers_stay_right(
+    processes: Processes, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    keys = []
+    for number in (1, 2):
+        key = tmp_path / f"key-{number}"
+        key.write_text(f"{number:064x}")
+        key.chmod(0o600)
+        keys.append(("--store-key-file", str(key)))
+    _, address = processes.coordinator("127.0.0.1:0", "--store", str(store), *keys[0])
+    a = processes.node("a", address, store, *keys[0])
+    client = Client(address)
+    try:
+        await client.until_nodes(1, patience_s=120)
+        undisturbed, moved = await client.new_session(), await client.new_session()
+        answer = ids_of(await all_of(client.generate(undisturbed, QUESTION, max_tokens=48, sampling=SAMPLING)))
+        right = ids_of(await all_of(client.generate(undisturbed, "And then?", max_tokens=16, sampling=SAMPLING)))
+        assert ids_of(await all_of(client.generate(moved, QUESTION, max_tokens=48, sampling=SAMPLING))) == answer
+        await eventually(lambda: list(store.glob("*/*.kv")))
+        saved = set(store.glob("*/*.kv"))
+
+        processes.node("b", address, store, *keys[1])
+        await client.until_nodes(2, patience_s=120)
+
+        async def told() -> bool:
+            nodes = (await client.stub.ListNodes(chat_pb2.ListNodesRequest())).nodes
+            return {node.node_id: node.other_key for node in nodes} == {"a": False, "b": True}
+
+        await until(told)
+        await eventually(lambda: "node b has another store key" in processes.logs())
+
+        os.kill(a.pid, signal.SIGKILL)
+        events = await all_of(client.generate(moved, "And then?", max_tokens=16, sampling=SAMPLING))
+        placed = [event.placed for event in events if event.HasField("placed")][-1]
+        assert (placed.node_id, placed.prefix.n_restored) == ("b", 0), processes.logs()
+        assert ids_of(events) == right
+        assert saved <= set(store.glob("*/*.kv")), "files of another key are not damaged"
+    finally:
+        await client.channel.close()

@@ -1,0 +1,160 @@
+"""One budget for all folders of a store: models', tenants', and of however many nodes save there at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.store.directory import StoreDirectory
+from kvferry.store.errors import StoreFull
+from kvferry.store.fs import PosixFileSystem
+from kvferry.store.geometry import KvGeometry
+from kvferry.store.memory_rows import MemoryRows
+from kvferry.store.pins import Pins
+from kvferry.store.seals import KeyedSeal
+from kvferry.store.snapshot_store import SnapshotStore
+
+N = 40
+GEOMETRY = KvGeometry(2, 2, 16)
+SAVER = Path(__file__).with_name("save_many.py")
+
+
+def open_tenant(
+    root: Path, tenant: str, max_bytes: int = 1 << 30, node_id: str = "node-1", pins: Pins | None = None
+) -> SnapshotStore:
+    return SnapshotStore(
+        root, "feed", GEOMETRY, 1 << 16, max_bytes, 1000, node_id, version=3, tenant=tenant, pins=pins,
+        seal=KeyedSeal(bytes(32)),
+    )  # fmt: skip
+
+
+def save(store: SnapshotStore, first: int, n: int = N, used_at_s: int | None = None) -> str:
+    rows = MemoryRows.empty(GEOMETRY, n)
+    rows.k[:] = first
+    rows.v[:] = -first
+    name = store.publish(np.arange(first, first + n), rows).name
+    if used_at_s is not None:
+        os.utime(store.path / name, (used_at_s, used_at_s))
+    return name
+
+
+def files(store: SnapshotStore) -> set[str]:
+    return {path.name for path in store.path.glob("*.kv")}
+
+
+def n_bytes_of(root: Path) -> int:
+    """What the files in a folder take; one with two names counts once."""
+    found = {status.st_ino: status.st_size for path in root.rglob("*.*") if (status := path.lstat()).st_size}
+    return sum(found.values())
+
+
+def test_a_tenant_without_anything_makes_room_from_what_is_cold_of_others_chains_from_their_ends(
+    tmp_path: Path,
+) -> None:
+    acme = open_tenant(tmp_path, "acme")
+    chain = [save(acme, 0, n) for n in (N, 2 * N, 3 * N)]
+    for used_at_s, name in enumerate(chain, 100):  # the first one least recently
+        os.utime(acme.path / name, (used_at_s, used_at_s))
+    recent = save(acme, 5000)
+    bolt = open_tenant(tmp_path, "bolt", n_bytes_of(tmp_path), node_id="node-2")
+    save(bolt, 0)
+    assert files(acme) == {*chain[:2], recent}
+    save(bolt, 1000)
+    assert files(acme) == {chain[0], recent}
+    assert len(files(bolt)) == 2
+    assert open_tenant(tmp_path, "acme").refresh().n_known == 2  # nothing was left without what comes before it
+
+
+def test_what_another_node_continued_unheard_goes_before_what_it_continues(tmp_path: Path) -> None:
+    first = open_tenant(tmp_path, "")
+    names = [save(first, 0, used_at_s=100)]
+    second = open_tenant(tmp_path, "", node_id="node-2")
+    second.refresh()
+    names.append(save(second, 0, 2 * N, used_at_s=100))
+    os.utime(first.path / names[0], (50, 50))
+    tight = open_tenant(tmp_path, "", n_bytes_of(tmp_path), node_id="node-3")  # it has not looked
+    newest = save(tight, 5000)
+    assert files(tight) == {names[0], newest}
+
+
+def test_what_one_tenants_turn_waits_for_is_not_evicted_for_another_tenant_of_the_same_node(tmp_path: Path) -> None:
+    pins = Pins()
+    acme = open_tenant(tmp_path, "acme", pins=pins)
+    waited_for, _ = (save(acme, first, used_at_s=100 + first) for first in (0, 1000))
+    bolt = open_tenant(tmp_path, "bolt", n_bytes_of(tmp_path), pins=pins)
+    with acme.pin(waited_for):
+        saved = save(bolt, 0)
+        assert files(acme) == {waited_for}
+        with bolt.pin(saved), pytest.raises(StoreFull, match="in use"):
+            save(bolt, 1000)
+        assert (files(acme), files(bolt)) == ({waited_for}, {saved})
+    save(bolt, 1000)
+    assert files(acme) == set()
+
+
+def test_three_processes_that_save_into_one_store_keep_its_budget_at_every_moment(tmp_path: Path) -> None:
+    """All are stopped while it is measured, so that what is measured was so at one moment."""
+    root = tmp_path / "store"
+    probe = open_tenant(root, "probe")
+    save(probe, 0)
+    budget = 20 * n_bytes_of(root)
+    (probe.path / next(iter(files(probe)))).unlink()
+    savers = [
+        subprocess.Popen(
+            [sys.executable, SAVER, root, tenant, f"node-{number}", str(budget), "3.0"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number, tenant in enumerate(("", "acme", "bolt"))
+    ]
+    measured = []
+    while any(saver.poll() is None for saver in savers):
+        for saver in savers:
+            saver.send_signal(signal.SIGSTOP)
+        time.sleep(0.002)  # until a call in the kernel has ended
+        measured.append(n_bytes_of(root) if root.exists() else 0)
+        for saver in savers:
+            saver.send_signal(signal.SIGCONT)
+        time.sleep(0.015)
+    told = [json.loads(saver.communicate(timeout=10)[0]) for saver in savers]
+    assert [saver.returncode for saver in savers] == [0, 0, 0]
+    assert len(measured) > 50
+    assert max(measured) <= budget, (max(measured), budget)
+    assert max(measured) > budget // 2
+    for one in told:
+        assert one["n_saved"] > 30, told
+        assert one["n_lost"] == one["n_wrong"] == 0, told  # of what it reads again and again
+        assert one["n_without_room"] == 0, told
+    assert sum(one["n_evicted"] for one in told) >= 30
+
+
+class ListingMeanwhile(PosixFileSystem):
+    """A listing that takes so long that a file gets its final name meanwhile: it is there under neither."""
+
+    def __init__(self) -> None:
+        self.hidden = ""
+
+    def names(self, directory: str) -> list[str]:
+        found = super().names(directory)
+        if self.hidden in found:
+            found.remove(self.hidden)
+            self.hidden = ""
+        return found
+
+
+def test_a_file_that_gets_its_name_while_the_store_is_listed_counts(tmp_path: Path) -> None:
+    fs = ListingMeanwhile()
+    store = open_tenant(tmp_path, "")
+    name = save(store, 0)
+    fs.hidden = name
+    survey = StoreDirectory(fs, tmp_path, "feed", "node-2", lambda: "0" * 32).survey(time.time_ns())
+    assert not fs.hidden
+    assert [entry.name for entry in survey.snapshots] == [name]
