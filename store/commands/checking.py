@@ -5,6 +5,7 @@ Exit codes: 0 nothing is wrong, 3 something is, others as in docs/format.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,10 +97,14 @@ def fsck(store: OpenStore, repair: bool, quick: bool, as_json: bool) -> None:
 @click.option("--rate", default=0.0, metavar="MB/S", type=click.FloatRange(min=0), help="Read no faster; 0: no limit.")
 @json_option
 def scrub(store: OpenStore, rate: float, as_json: bool) -> None:
-    """Read all rows at a given rate, and quarantine at once what rotted. Exit code 3 when something did."""
+    """Read all rows at a given rate, and quarantine at once what rotted.
+
+    Exit code 3 when something did, or when there are files that are not for this reader: with another key, say.
+    """
     pace = Pace(rate * 1e6)
     rotten: list[Problem] = []
     unreadable: list[Problem] = []
+    refused: Counter[str] = Counter()
     interrupted = False
     try:
         for folder in store.folders(quiet=as_json):
@@ -107,6 +112,8 @@ def scrub(store: OpenStore, rate: float, as_json: bool) -> None:
                 if any(problem.is_damage for problem in problems):
                     _quarantine(store, problems)
                     rotten.append(problems[0])
+                    continue
+                refused.update(p.problem for p in problems if p.problem != ORPHAN and UNREADABLE not in p.problem)
                 unreadable += [problem for problem in problems if problem.problem.startswith(UNREADABLE)]
     except KeyboardInterrupt:
         interrupted = True
@@ -117,6 +124,7 @@ def scrub(store: OpenStore, rate: float, as_json: bool) -> None:
             "seconds": pace.seconds,
             "quarantined": [str(problem.path) for problem in rotten],
             "unreadable": [str(problem.path) for problem in unreadable],
+            "refused": dict(refused),
         }
         print_json(facts)
     else:
@@ -124,8 +132,10 @@ def scrub(store: OpenStore, rate: float, as_json: bool) -> None:
             click.echo(f"{problem.repaired} {problem.path}")
         for problem in unreadable:
             click.echo(f"{problem.problem}")
+        for reason, n_files in refused.items():
+            click.echo(f"{n_files} files not read ({reason})")
         click.echo(f"{decimal(pace.n_bytes)} read in {pace.seconds:.1f} s, {len(rotten)} files quarantined")
-    _finish(store, interrupted=interrupted, bad=bool(rotten or unreadable))
+    _finish(store, interrupted=interrupted, bad=bool(rotten or unreadable or refused))
 
 
 def _finish(store: OpenStore, *, interrupted: bool, bad: bool) -> None:

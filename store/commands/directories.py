@@ -22,7 +22,7 @@ from kvferry.store.commands.shared import (
     print_json,
     store_argument,
 )
-from kvferry.store.errors import StoreMisuse, os_errors_mapped
+from kvferry.store.errors import StoreMisuse
 from kvferry.store.folder import UNREADABLE, FileView
 from kvferry.store.geometry import TokenIds
 from kvferry.store.lcp_index import LcpIndex, common_prefix
@@ -150,8 +150,10 @@ def read_tokens(text: str) -> TokenIds:
     """Ids from '1,2 3', '[1, 2]', '@FILE' or '-'. Raises StoreMisuse."""
     if text.startswith("@"):
         path = Path(text[1:])
-        with os_errors_mapped("read", path):
+        try:
             text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise StoreMisuse(f"the token ids in {path} cannot be read: {error}", op="read tokens", path=path) from None
     elif text == "-":
         text = sys.stdin.read()
     try:

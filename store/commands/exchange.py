@@ -11,6 +11,7 @@ import click
 import numpy as np
 
 from kvferry.store.commands.shared import (
+    FILE,
     chosen_shape,
     json_option,
     key_options,
@@ -25,12 +26,11 @@ from kvferry.store.errors import StoreMisuse
 from kvferry.store.lcp_index import common_prefix
 from kvferry.store.payload import Kind, Planes, PlaneSource, empty_planes, row_bytes
 
-_FILE = click.Path(path_type=Path)
 EXIT_DIFFERENT = 3
 
 
 @click.command()
-@click.argument("file", type=_FILE)
+@click.argument("file", type=FILE)
 @click.option("--to", "version", required=True, type=click.IntRange(1, 3), help="1: float32; 2: q8; 3: segments.")
 @click.option("--output", required=True, type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder.")
 @click.option("--fingerprint", default="", help="The model's, when a version 1 or 2 file becomes version 3.")
@@ -92,8 +92,8 @@ class _Told:
 
 
 @click.command()
-@click.argument("left", type=_FILE)
-@click.argument("right", type=_FILE)
+@click.argument("left", type=FILE)
+@click.argument("right", type=FILE)
 @key_options
 @json_option
 def diff(left: Path, right: Path, key_file: Path | None, encrypted: bool, as_json: bool) -> None:
@@ -114,12 +114,14 @@ def diff(left: Path, right: Path, key_file: Path | None, encrypted: bool, as_jso
             )
         n = common_prefix(a.token_ids, b.token_ids)
         layers = []
-        for layer in range(a.geometry.n_layers):
-            planes = [empty_planes(a.kind, a.geometry, n) for _ in range(2)]
-            if n:
+        layer_bytes = 2 * n * row_bytes(a.kind, a.geometry)
+        with progress("diff", layer_bytes * a.geometry.n_layers, quiet=as_json) as advance:
+            for layer in range(a.geometry.n_layers if n else 0):
+                planes = [empty_planes(a.kind, a.geometry, n) for _ in range(2)]
                 a.rows.read_planes(layer, 0, n, planes[0])
                 b.rows.read_planes(layer, 0, n, planes[1])
-            layers.append(_compare(layer, planes[0], planes[1], exact_type=a.kind in {Kind.F32, Kind.F16}))
+                advance(layer_bytes)
+                layers.append(_compare(layer, planes[0], planes[1], exact_type=a.kind in {Kind.F32, Kind.F16}))
     n_different = sum(int(str(layer["n_rows_different"])) for layer in layers)
     same = n_different == 0 and n == len(a.token_ids) == len(b.token_ids)
     if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from kvferry.store import names, vlkv, vlkv3
 from kvferry.store.commands.shared import (
+    FILE,
     chosen_shape,
     console,
     finish,
@@ -21,6 +23,7 @@ from kvferry.store.commands.shared import (
     open_place,
     parts,
     print_json,
+    progress,
     verdict,
 )
 from kvferry.store.errors import SnapshotRejected, StoreUnavailable
@@ -32,7 +35,7 @@ from kvferry.store.q8 import Scales, Values
 from kvferry.store.reader import open_snapshot
 from kvferry.store.segment_file import Terms, open_segment
 
-_FILE = click.argument("file", type=click.Path(path_type=Path))
+_FILE = click.argument("file", type=FILE)
 
 
 @click.command()
@@ -94,14 +97,17 @@ def _print(found: Inspection) -> None:
 class _NonFiniteCounter:
     """A sink that counts values that are not finite; version 1 has no checksum, so this is all that can be noticed."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_read: Callable[[int], None]) -> None:
+        self._on_read = on_read
         self.n_not_finite = 0
 
     def write_rows(self, layer: int, start: int, k: Rows, v: Rows) -> None:  # noqa: ARG002 -- a sink's signature
         self.n_not_finite += sum(int(np.count_nonzero(~np.isfinite(rows))) for rows in (k, v))
+        self._on_read(k.nbytes + v.nbytes)
 
-    def write_q8(self, layer: int, start: int, k: Values, v: Values, k_scale: Scales, v_scale: Scales) -> None:
+    def write_q8(self, layer: int, start: int, k: Values, v: Values, k_scale: Scales, v_scale: Scales) -> None:  # noqa: ARG002 -- a sink's signature
         """int8 values are always finite, and scales that are not have been refused."""
+        self._on_read(sum(column.nbytes for column in (k, v, k_scale, v_scale)))
 
 
 @click.command()
@@ -118,7 +124,7 @@ def verify(file: Path, *, key_file: Path | None, encrypted: bool, as_json: bool,
     refusal, n_tokens, not_finite = None, None, None
     store = open_place(str(file.parent), key_file, encrypted)
     try:
-        n_tokens, not_finite = _read_through(file, store.terms(chosen_shape(**model)))
+        n_tokens, not_finite = _read_through(file, store.terms(chosen_shape(**model)), quiet=as_json)
     except SnapshotRejected as error:
         refusal = error
     if as_json:
@@ -131,16 +137,20 @@ def verify(file: Path, *, key_file: Path | None, encrypted: bool, as_json: bool,
     finish(refusal)
 
 
-def _read_through(file: Path, terms: Terms) -> tuple[int, int]:
-    counter = _NonFiniteCounter()
+def _read_through(file: Path, terms: Terms, *, quiet: bool) -> tuple[int, int]:
+    """Tokens, and values that are not finite. Raises as a node refuses."""
     if names.is_segment(file.name):
         with open_segment(PosixFileSystem(), file, terms) as segment:
-            for damage in segment.damaged_blocks():
-                raise damage.rejection(file)
+            with progress("verify", segment.extent.logits_offset - segment.extent.head_bytes, quiet=quiet) as advance:
+                for damage in segment.damaged_blocks(advance):
+                    raise damage.rejection(file)
             return segment.extent.n_tokens, 0
     with open_snapshot(PosixFileSystem(), file, terms.geometry, versions=WHOLE_FILES) as snapshot:
         snapshot.check(terms.vocab_size, file.name)
-        snapshot.restore(snapshot.n_tokens, counter)
+        n_bytes = vlkv.file_bytes(snapshot.geometry, snapshot.n_tokens, snapshot.header.version)
+        with progress("verify", n_bytes, quiet=quiet) as advance:
+            counter = _NonFiniteCounter(advance)
+            snapshot.restore(snapshot.n_tokens, counter)
         return snapshot.n_tokens, counter.n_not_finite
 
 
@@ -164,7 +174,7 @@ def dump(file: Path, *, output: Path, key_file: Path | None, encrypted: bool, as
 
     held_against = chosen_shape(**model)
     if names.is_segment(file.name):
-        arrays = _chain_arrays(file, open_place(str(file.parent), key_file, encrypted).terms(held_against))
+        arrays = _chain_arrays(file, open_place(str(file.parent), key_file, encrypted).terms(held_against), as_json)
     else:
         arrays = dumped_arrays(load_any(PosixFileSystem(), file, *parts(held_against)))
     try:
@@ -195,14 +205,17 @@ def dumped_arrays(snapshot: Snapshot | Q8Snapshot) -> dict[str, NDArray[Any]]:
     }
 
 
-def _chain_arrays(file: Path, terms: Terms) -> dict[str, NDArray[Any]]:
+def _chain_arrays(file: Path, terms: Terms, quiet: bool) -> dict[str, NDArray[Any]]:
     from kvferry.store.conversion import open_sequence
 
     with open_sequence(PosixFileSystem(), file, terms) as sequence:
         n = len(sequence.token_ids)
         planes = MemoryPlanes.empty(sequence.kind, sequence.geometry, n)
-        for layer in range(sequence.geometry.n_layers):
-            sequence.rows.read_planes(layer, 0, n, tuple(array[layer] for array in planes.arrays))
+        with progress("dump", sum(array.nbytes for array in planes.arrays), quiet=quiet) as advance:
+            for layer in range(sequence.geometry.n_layers):
+                columns = tuple(array[layer] for array in planes.arrays)
+                sequence.rows.read_planes(layer, 0, n, columns)
+                advance(sum(column.nbytes for column in columns))
     keys: tuple[str, ...] = ("k", "v")
     if sequence.kind in {Kind.Q8, Kind.Q4}:
         name = sequence.kind.name.lower()

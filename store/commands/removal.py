@@ -13,7 +13,7 @@ from kvferry.store import names
 from kvferry.store.commands.directories import read_tokens
 from kvferry.store.commands.shared import OpenStore, json_option, print_json, store_argument
 from kvferry.store.directory import StoreDirectory
-from kvferry.store.errors import StoreMisuse
+from kvferry.store.errors import StoreError, StoreMisuse
 from kvferry.store.folder import Folder
 from kvferry.store.geometry import TokenIds
 from kvferry.store.vlkv3 import ContentSpan
@@ -54,9 +54,12 @@ def remove(store: OpenStore, choose: Choose, *, quiet: bool) -> list[Path]:
             store.troubles.append(f"nothing is removed from {path} while {unreadable[0]} in it cannot be read")
             continue
         directory = StoreDirectory(store.fs, path.parent, path.name, "operator", lambda: uuid4().hex)
-        for victim in going:
-            directory.delete(victim)
-            gone.append(path / victim)
+        try:
+            for victim in going:
+                directory.delete(victim)
+                gone.append(path / victim)
+        except StoreError as error:  # read-only, or another's: the other folders may not be
+            store.troubles.append(str(error))
     return gone
 
 

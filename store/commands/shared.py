@@ -35,7 +35,10 @@ from kvferry.store.segment_file import Terms
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+_PIPED_WIDTH = 1000  # of tables: they take what they need
 EXIT_INTERRUPTED = 130  # as a shell has it for Ctrl-C, and client/cli.py
+
+FILE = click.Path(path_type=Path, readable=False)  # whether it can be read is told when it is
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
 
@@ -161,9 +164,9 @@ def print_json(value: object) -> None:
 
 
 def console() -> Console:
-    """Standard output for people. Piped tables stay whole: no wrapping at 80 columns."""
+    """Standard output for people. Piped tables stay whole: names in them are for other commands."""
     out = Console(highlight=False)
-    return out if out.is_terminal else Console(highlight=False, width=max(out.width, 160))
+    return out if out.is_terminal else Console(highlight=False, width=max(out.width, _PIPED_WIDTH))
 
 
 def verdict(refusal: SnapshotRejected | None) -> dict[str, object]:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvferry.store.commands.shared import OpenStore, console, json_option, print_json, store_argument
 from kvferry.store.directory import FOREIGN_TEMP_S, NS_PER_S, TRASH_GRACE_S, StoreDirectory
+from kvferry.store.errors import StoreError
 from kvferry.store.folder import FileView, Folder
 
 
@@ -22,22 +23,29 @@ def gc(store: OpenStore, quarantine: bool, as_json: bool) -> None:
     """Remove trash, temporary files a day old, and segments that waited a day for what comes before them."""
     gone: dict[str, int] = defaultdict(int)
     for folder in store.folders(quiet=as_json):
-        directory = StoreDirectory(store.fs, folder.path.parent, folder.path.name, "operator", lambda: uuid4().hex)
-        report = directory.reap(TRASH_GRACE_S)
-        gone["temps"] += report.n_foreign_temps + report.n_own_temps
-        gone["trash"] += report.n_trashed
-        if unreadable := folder.unreadable():  # what seems to wait may continue one of these
-            store.troubles.append(f"no waiting segment is removed while {folder.path / unreadable[0]} cannot be read")
-        else:
-            gone["orphans"] += _remove_old_orphans(folder, directory)
-        for entry in directory.quarantined() if quarantine else ():
-            directory.release_quarantined(entry.name)
-            gone["quarantined"] += 1
+        try:
+            _clean(store, folder, gone, quarantine=quarantine)
+        except StoreError as error:  # read-only, or another's: the other folders may not be
+            store.troubles.append(str(error))
     if as_json:
         print_json(dict(gone))
     else:
         click.echo(", ".join(f"{n} {what}" for what, n in gone.items() if n) or "nothing to remove")
     store.finish()
+
+
+def _clean(store: OpenStore, folder: Folder, gone: dict[str, int], *, quarantine: bool) -> None:
+    directory = StoreDirectory(store.fs, folder.path.parent, folder.path.name, "operator", lambda: uuid4().hex)
+    report = directory.reap(TRASH_GRACE_S)
+    gone["temps"] += report.n_foreign_temps + report.n_own_temps
+    gone["trash"] += report.n_trashed
+    if unreadable := folder.unreadable():  # what seems to wait may continue one of these
+        store.troubles.append(f"no waiting segment is removed while {folder.path / unreadable[0]} cannot be read")
+    else:
+        gone["orphans"] += _remove_old_orphans(folder, directory)
+    for entry in directory.quarantined() if quarantine else ():
+        directory.release_quarantined(entry.name)
+        gone["quarantined"] += 1
 
 
 def _remove_old_orphans(folder: Folder, directory: StoreDirectory) -> int:

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvferry.store.cli import kv
+from kvferry.store.errors import SnapshotGone, StoreUnavailable
 from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.memory_rows import MemoryRows
@@ -56,7 +57,7 @@ def rot(path: Path) -> None:
 
 
 class Failing:
-    """Makes the disk refuse one path."""
+    """Makes the disk refuse one path, and what lies in it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -65,7 +66,7 @@ class Failing:
         real = getattr(PosixFileSystem, call)
 
         def failing(fs: PosixFileSystem, asked: str, *rest: object) -> object:
-            if asked == str(path):
+            if asked == str(path) or asked.startswith(f"{path}/"):
                 raise OSError(code, os.strerror(code))
             return real(fs, asked, *rest)
 
@@ -215,3 +216,90 @@ def test_an_interrupted_conversion_leaves_nothing(
     monkeypatch.setattr(PosixFileSystem, "fsync", interrupt)
     assert run("convert", segment(store, 80, 120), "--to", "1", "--output", output).exit_code != 0
     assert list(output.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_the_others_are_cleaned(
+    store: SnapshotStore, failing: Failing, tmp_path: Path
+) -> None:
+    other = tmp_path / "store" / "aaaa"
+    shutil.copytree(store.path, other)
+    for path in (*other.glob("*.kv"), *store.path.glob("*.kv")):
+        failing("unlink", path, errno.EROFS) if path.parent == other else os.utime(path, (1, 1))
+    result = run("rm", tmp_path / "store", "--tokens", ",".join(map(str, IDS)), "--json")
+    assert result.exit_code == UNREADABLE
+    assert len(json.loads(result.stdout)["removed"]) == 2, result.output
+    assert str(other) in result.stderr
+    assert [path.name for path in store.path.glob("*.kv")] == [segment(store, 0, 40).name]
+
+    failing("create", other, errno.EROFS)  # every file in it
+    orphan = segment_of_nobody(store)
+    result = run("gc", tmp_path / "store", "--json")
+    assert result.exit_code == UNREADABLE
+    assert json.loads(result.stdout)["orphans"] == 1
+    assert not orphan.exists()
+
+
+def segment_of_nobody(store: SnapshotStore) -> Path:
+    """A day-old segment whose beginning is gone."""
+    for ids in (IDS[:80], IDS):
+        path = store.path / store.publish(ids, MemoryRows(K, -K)).name
+        os.utime(path, (1, 1))
+    segment(store, 0, 80).unlink()
+    return path
+
+
+def test_a_file_that_may_not_be_read_is_an_unreadable_store_for_every_command(
+    store: SnapshotStore, failing: Failing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = segment(store, 0, 80)
+    failing("open_read", path, errno.EACCES)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # as click asks; the tests' user may be root
+    for arguments in (
+        ["verify", path],
+        ["inspect", path],
+        ["dump", path, "--output", tmp_path / "x"],
+        ["diff", path, path],
+    ):
+        result = run(*arguments)
+        assert isinstance(result.exception, StoreUnavailable), (arguments, result.output)
+
+
+def test_a_segment_that_is_not_there_is_gone_and_waits_for_nothing(store: SnapshotStore, tmp_path: Path) -> None:
+    missing = store.path / f"kv3_{'0' * 32}.kv"
+    for arguments in (["dump", missing, "--output", tmp_path / "x"], ["diff", missing, missing]):
+        assert isinstance(run(*arguments).exception, SnapshotGone)
+
+
+def test_a_scrub_tells_what_it_could_not_judge(store: SnapshotStore, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o600)
+    arguments = ("scrub", tmp_path / "store", "--store-key-file", key)
+    result = run(*arguments)
+    assert result.exit_code == 3
+    assert "3 files not read (key_mismatch)" in result.output
+    result = run(*arguments, "--json")
+    assert json.loads(result.stdout)["refused"] == {"key_mismatch": 3}
+    assert len(list(store.path.glob("*.kv"))) == 3
+
+
+def test_two_conversations_without_a_common_beginning_have_no_rows_to_compare(store: SnapshotStore) -> None:
+    result = run("diff", segment(store, 0, 80), segment(store, 0, 40))
+    assert result.exit_code == 3, result.output
+    assert "the first 0 are the same" in result.output
+    assert json.loads(run("diff", segment(store, 0, 80), segment(store, 0, 40), "--json").stdout)["same"] is False
+
+
+def test_a_missing_file_of_tokens_is_no_snapshot(store: SnapshotStore, tmp_path: Path) -> None:
+    result = run("lcp", tmp_path / "store", "--tokens", f"@{tmp_path}/none")
+    assert "the token ids" in str(result.exception)
+    assert "recomputed" not in str(result.exception)
+
+
+def test_names_in_a_piped_table_are_whole(store: SnapshotStore, tmp_path: Path) -> None:
+    folder = tmp_path / "store" / ("f" * 64)
+    shutil.copytree(store.path, folder)
+    (folder / segment(store, 0, 80).name).unlink()
+    listed = run("ls", tmp_path / "store").stdout
+    for path in folder.glob("*.kv"):
+        assert f"{folder.name}/{path.name}" in listed
