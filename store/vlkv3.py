@@ -219,7 +219,8 @@ def identity_ids(ids: TokenIds, start: int, spans: Iterable[ContentSpan]) -> Tok
     for span in told:
         first, last = max(span.start, start), min(span.start + span.length, start + len(ids))
         if first < last:
-            words = np.frombuffer(hashlib.shake_256(span.digest).digest(4 * (last - span.start)), "<u4")
+            content = span.length.to_bytes(4, "little") + span.digest  # another length is another span
+            words = np.frombuffer(hashlib.shake_256(content).digest(4 * (last - span.start)), "<u4")
             out[first - start : last - start] = -1 - (words[first - span.start :] >> 1).astype(np.int32)
     return out
 

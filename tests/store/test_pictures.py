@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.store import catalog, chains
@@ -51,6 +51,7 @@ def one_word_for_all_pictures(ids, start, spans):
 
 
 @settings(deadline=None, max_examples=150)
+@example(saved=[[(1, b"b"), (1, b"a")], [(2, b"b")]], asked=[(1, b"b")], collide=False)
 @given(saved=st.lists(SEQUENCES, min_size=1, max_size=4), asked=SEQUENCES, collide=st.booleans())
 def test_a_request_finds_what_was_computed_from_the_same_content(saved, asked, collide) -> None:
     """And never more, not even when the index cannot tell pictures apart."""
