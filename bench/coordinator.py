@@ -141,9 +141,9 @@ async def measure(coordinator: str, worker: str, pid: int, n_streams: int, n_idl
         firsts: dict[str, list[float]] = {"direct": [], "through": []}
         gaps: dict[str, list[float]] = {"direct": [], "through": []}
         for number in range(40):
-            one = await spans_of(direct(node, number, 32, gap_us), lambda m: len(m.tokens.tokens))
+            one = await spans_of(direct(node, number, 16, gap_us), lambda m: len(m.tokens.tokens))
             two = await spans_of(
-                await through(chat, await session(), 32, gap_us), lambda m: int(m.event.HasField("token"))
+                await through(chat, await session(), 16, gap_us), lambda m: int(m.event.HasField("token"))
             )
             for name, spans in (("direct", one), ("through", two)):
                 firsts[name].append(spans[0])

@@ -24,8 +24,6 @@ CONNECT_SECONDS: Final = 1.0
 SHORT_CALL_SECONDS: Final = 2.0
 """StopTurn and DropSession only set a flag on the node."""
 
-CALL_CANCEL_SECONDS: Final = 1.0
-
 Messages = AsyncGenerator[worker_pb2.RunTurnResponse, None]
 
 
