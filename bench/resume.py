@@ -64,11 +64,20 @@ class Line:
 class Bench:
     """All kinds of snapshots of one session."""
 
-    def __init__(self, folder: Path, model: str, n_tokens: int, n_threads: int, throttle: Throttle | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        n_tokens: int,
+        n_threads: int,
+        throttle: Throttle | None,
+        disks: Sequence[str] = tuple(DISKS),
+    ) -> None:
         self.folder = folder
         self.model = model
         self.n_tokens = n_tokens
         self.throttle = throttle
+        self.disks = {disk: DISKS[disk] for disk in disks}
         self.flags = ("--threads", str(n_threads), "--kv-memory", f"{2 * (n_tokens + 1024) * 46_080}")
         self.tokens = _some_tokens(model, n_tokens + N_NEXT)
         self.lines: dict[tuple[str, str], Line] = {}
@@ -79,7 +88,7 @@ class Bench:
         store = self.folder / kind.replace(" ", "-")
         flags = (*self.flags, "--store", str(store), *STORES[kind])
         session = self._saved_session(flags)
-        for disk, bytes_per_s in DISKS.items():
+        for disk, bytes_per_s in self.disks.items():
             if bytes_per_s and self.throttle is None:
                 continue
             line = self.lines.setdefault((kind, disk), Line())
@@ -145,6 +154,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8000])
     parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES))
+    parser.add_argument("--disks", nargs="+", choices=DISKS, default=list(DISKS))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; default: the current one")
@@ -154,7 +164,7 @@ def main() -> None:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory or Path.cwd())))
             throttle = stack.enter_context(throttle_of(folder))
-            bench = Bench(folder, arguments.model, n_tokens, arguments.threads, throttle)
+            bench = Bench(folder, arguments.model, n_tokens, arguments.threads, throttle, arguments.disks)
             for _ in range(arguments.rounds):
                 for kind in arguments.stores:
                     bench.measure(kind)

@@ -25,6 +25,7 @@ CALLS: Final = (
     "names",
     "preadv",
     "writev",
+    "begin_sync",
     "fsync",
     "fsync_directory",
     "link",
@@ -116,6 +117,9 @@ class FaultyFileSystem:
 
     def writev(self, fd: int, buffers: Sequence[Buffer]) -> int:
         return self._do("writev", lambda: self._inner.writev(fd, self._short(buffers)))
+
+    def begin_sync(self, fd: int, offset: int, n_bytes: int) -> None:
+        self._do("begin_sync", lambda: self._inner.begin_sync(fd, offset, n_bytes))
 
     def fsync(self, fd: int) -> None:
         self._do("fsync", lambda: self._inner.fsync(fd))

@@ -9,6 +9,7 @@ drills.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,6 +22,11 @@ READ_FLAGS = (
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_MODE = 0o640  # snapshots hold conversations: no access for the world
 DIRECTORY_MODE = 0o750
+
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it, Python does not
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class FileSystem(Protocol):
@@ -61,6 +67,9 @@ class FileSystem(Protocol):
 
     def writev(self, fd: int, buffers: Sequence[Buffer]) -> int:
         """Writes the buffers, one after the other; returns the bytes written, perhaps fewer than given."""
+
+    def begin_sync(self, fd: int, offset: int, n_bytes: int) -> None:
+        """Lets the disk begin to write bytes that were written to a file, so that ``fsync`` waits for less: a hint."""
 
     def fsync(self, fd: int) -> None:
         """Makes a file's bytes durable."""
@@ -116,6 +125,10 @@ class PosixFileSystem:
 
     def writev(self, fd: int, buffers: Sequence[Buffer]) -> int:
         return os.writev(fd, buffers)
+
+    def begin_sync(self, fd: int, offset: int, n_bytes: int) -> None:
+        if _sync_file_range is not None:
+            _sync_file_range(fd, offset, n_bytes, _SYNC_FILE_RANGE_WRITE)
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -104,6 +105,7 @@ def as_in_place_reader(memory: Any) -> InPlaceReader | None:
     return memory if hasattr(memory, "read_tiles_in_place") else None
 
 
+@lru_cache(maxsize=64)
 def planes_of(kind: Kind, geometry: KvGeometry) -> tuple[Plane, ...]:
     """The planes of a kind, in file order."""
     d, heads = geometry.kv_dim, geometry.n_kv_heads
@@ -123,6 +125,7 @@ def fits(kind: Kind, layout: Layout, geometry: KvGeometry) -> bool:
     return kind is not Kind.Q4 or geometry.kv_dim % Q4_GROUP == 0
 
 
+@lru_cache(maxsize=64)
 def row_bytes(kind: Kind, geometry: KvGeometry) -> int:
     """Bytes of one position in one layer."""
     return sum(plane.row_bytes for plane in planes_of(kind, geometry))

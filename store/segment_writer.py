@@ -52,7 +52,7 @@ class SegmentWriter:
         self._entries: list[bytes] = []
         block_bytes = extent.geometry.block_size * extent.row_bytes
         self._blocks_per_run = max(1, min(RUN_BYTES // block_bytes, _IOV_MAX))
-        self._scratch = memoryview(bytearray(self._blocks_per_run * block_bytes))
+        self._scratch = np.empty(self._blocks_per_run * block_bytes, np.uint8).data
 
     def write(self, temp: TempFile, rows: PlaneSource, tiles: TileMemory | None = None) -> int:
         """Streams the segment into the temp file; returns its inode once the bytes are durable.

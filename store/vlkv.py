@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -93,13 +94,19 @@ class Segment:
 
 
 def fnv1a(token_ids: TokenIds) -> int:
-    """FNV-1a 64 over the ids as little-endian int32, with the format's own basis. About 0.5 ms for 8,192 ids.
+    """FNV-1a 64 over the ids as little-endian int32, with the format's own basis. About 0.5 ms for 8,192 ids."""
+    return _fnv1a(token_ids.astype("<i4", copy=False).tobytes())
+
+
+@lru_cache(maxsize=8)  # the same ids are hashed when a file is written, met, and read
+def _fnv1a(of: bytes) -> int:
+    """Of any bytes.
 
     Byte b makes h into (h ^ b) * p = (h + d) * p, where d, what the exclusive or changes, lies in the lowest byte. So
     the hash is basis * p^n plus the sum of each d * p^(bytes from it on), and only the lowest bytes have to be followed
     one by one.
     """
-    data = np.frombuffer(token_ids.astype("<i4", copy=False).tobytes(), np.uint8)
+    data = np.frombuffer(of, np.uint8)
     powers = np.multiply.accumulate(np.full(len(data), FNV_PRIME, np.uint64))[::-1]
     mixed = _mixed_lowest_bytes(data)
     changes = mixed.astype(np.int64) - (mixed ^ data)

@@ -107,6 +107,9 @@ class ObjectFileSystem:
             raise OSError(errno.EBADF, "Bad file descriptor")
         return sum(handle.spool.write(buffer) for buffer in buffers)
 
+    def begin_sync(self, fd: int, offset: int, n_bytes: int) -> None:
+        """Nothing to do before the whole object is sent."""
+
     def fsync(self, fd: int) -> None:
         self._handle(fd)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,31 @@ def test_blocks_written_in_place_are_the_rows(
             assert rows.k.tobytes() == K[:, :n].tobytes()
             assert rows.v.tobytes() == (-K[:, :n]).tobytes()
         sequence.release()
+
+
+@pytest.mark.parametrize(("version", "in_place"), [(1, True), (3, True), (3, False)])
+def test_saving_and_restoring_take_the_same_few_mib_whatever_the_size(tmp_path, version, in_place):
+    """64 MiB of rows, at most 16 MiB beside them: two threads with a few MiB each. Not of the rows' size."""
+    cache_shape, n = KvGeometry(4, 8, 128), 2048
+    pool = KvPool(cache_shape, 2 * n // 32 * cache_shape.block_bytes)
+    pool.tiles[:] = 1
+    source, ids = KvSequence(pool), np.arange(1, n + 1, dtype=np.int32)
+    source.reserve(n)
+    source.commit(n)
+    store = SnapshotStore(
+        tmp_path, "feed", geometry.KvGeometry(4, 8, 128), 1 << 20, 1 << 30, 100, "node-1", version=version
+    )
+    used = pool if in_place else None
+    tracemalloc.start()
+    try:
+        store.publish(ids, SequenceRows(used, source))
+        _, saving = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        store.restore(store.find(ids), n, SequenceRows(used, KvSequence(pool), n))
+        _, restoring = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert max(saving, restoring) < 16 << 20
 
 
 KINDS = [(KvKind.F32, Kind.F32), (KvKind.F16, Kind.F16), (KvKind.Q8, Kind.Q8)]

@@ -77,6 +77,30 @@ def test_the_order_of_calls_is_that_of_a_durable_publication(make_store, make_ro
     assert order.index("fsync") > max(at for at, call in enumerate(order) if call == "writev")
 
 
+def test_the_disk_begins_with_what_is_written_before_all_of_it_is(make_store, make_rows, tiny, monkeypatch) -> None:
+    monkeypatch.setattr("kvferry.store.publish.BEGIN_BYTES", 1024)
+    told: list[tuple[int, int]] = []
+
+    class Told(PosixFileSystem):
+        def begin_sync(self, fd: int, offset: int, n_bytes: int) -> None:
+            told.append((offset, n_bytes))
+            assert offset + n_bytes == os.fstat(fd).st_size
+            super().begin_sync(fd, offset, n_bytes)
+
+    store = make_store(fs=Told())
+    store.reap()
+    info = store.publish(IDS, make_rows(tiny, 40))
+    assert len(told) > 1
+    assert told == [(sum(n for _, n in told[:i]), n) for i, (_, n) in enumerate(told)]  # every byte once, in order
+    assert info.n_bytes - sum(n for _, n in told) < 1024
+    fault = Fault("begin_sync", errno.EIO)  # a hint: what is really wrong, fsync tells
+    store = make_store(fs=FaultyFileSystem(fault), root=store.path.parent, fingerprint="other")
+    store.reap()
+    store.publish(IDS, make_rows(tiny, 40))
+    assert fault.n_seen == len(told)
+    _assert_holds(store, IDS, make_rows(tiny, 40))
+
+
 def test_the_same_tokens_again_are_already_there_and_count_as_used(make_store, make_rows, tiny) -> None:
     store = make_store()
     first = store.publish(IDS, make_rows(tiny, 40))
@@ -128,10 +152,11 @@ def test_a_refused_file_under_the_name_stays_and_is_reported(make_store, make_ro
 @pytest.mark.parametrize("call", [call for call in CALLS if call not in {"open_read", "preadv"}])
 @pytest.mark.parametrize("error", ERRNOS)
 def test_injected_errno_at_every_call_of_publish_fails_the_save_cleanly_or_not_at_all(
-    call: str, error: str, make_store, make_rows, tiny, tmp_path: Path
+    call: str, error: str, make_store, make_rows, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the n-th occurrence of the call, each n: a typed error or success; afterwards the name has all of the
     snapshot, or nothing."""
+    monkeypatch.setattr("kvferry.store.publish.BEGIN_BYTES", 1024)
     n_occurrences = 0
     while True:
         fault = Fault(call, getattr(errno, error), skip=n_occurrences)
