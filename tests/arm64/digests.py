@@ -9,6 +9,7 @@ import hashlib
 import json
 import platform
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.files.open_model import open_model
 from kvferry.engine.kernels.compile_cache import compile_cache
+from kvferry.engine.kernels.kv_read import read_tiles
 from kvferry.engine.kv_cache import KvKind
 from kvferry.engine.packing import pack_model
 from kvferry.engine.sampling import SamplingSettings, sample
@@ -28,6 +30,12 @@ SAMPLINGS = (
     SamplingSettings(temperature=0.8, seed=7, logprobs=True, top_logprobs=3),
     SamplingSettings(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, seed=2**63 + 5),
 )
+# Of ``block_of`` as many bytes, by xxHash's own library.
+XXH3 = {
+    256: "2f433606b2ebce2dff5a1cefade75bb9",
+    1025: "f66a602aa3eda73bc856c953bbdbc807",
+    13056: "54478c9bdf9440c97f5fcb55c4be45fe",
+}
 
 
 def sha256(*arrays: np.ndarray) -> str:
@@ -51,6 +59,22 @@ def computed(engine: Engine, tokens: np.ndarray, sizes: tuple[int, ...]) -> tupl
     return logits, rows
 
 
+def block_of(n_bytes: int) -> np.ndarray:
+    """Bytes of a snapshot's block."""
+    return (np.arange(n_bytes) * 7 + n_bytes).astype(np.uint8)
+
+
+def is_taken(n_bytes: int, digest: str) -> bool:
+    """Whether a restore takes a block of a file for the one that has this digest."""
+    memory, first = np.zeros(n_bytes, np.uint8), np.zeros(1, np.int32)
+    expected = np.frombuffer(bytes.fromhex(digest), np.uint8).copy()
+    with tempfile.TemporaryFile() as file:
+        file.write(block_of(n_bytes).tobytes())
+        file.flush()
+        taken = read_tiles(file.fileno(), 0, memory.ctypes.data, n_bytes, first, expected, 1, n_bytes, n_bytes)
+    return bool(taken) and memory.tobytes() == block_of(n_bytes).tobytes()
+
+
 def main(path: Path) -> None:
     tokens = (np.arange(N_TOKENS, dtype=np.int32) * 37 + 11) % 64
     file = open_model(path)
@@ -66,6 +90,8 @@ def main(path: Path) -> None:
     for i, settings in enumerate(SAMPLINGS):
         drawn = [sample(row, tokens[:position], settings, position) for position, row in enumerate(logits)]
         found[f"sampling {i}"] = hashlib.sha256(repr(drawn).encode()).hexdigest()
+    found["blocks taken"] = [is_taken(n, digest) for n, digest in XXH3.items()]
+    found["damaged blocks taken"] = [is_taken(n, digest[1:] + digest[:1]) for n, digest in XXH3.items()]
     compile_cache().publish()
     sys.stdout.write(json.dumps(found) + "\n")
 

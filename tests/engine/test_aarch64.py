@@ -84,6 +84,8 @@ def test_aarch64_computes_the_same_bits(emulated, tmp_path):
     here = run([sys.executable, str(PROGRAM), str(model)])
     assert there.pop("machine") == "aarch64"
     assert there.pop("kernel_path") == "neon-dotprod"
+    assert there["blocks taken"] == [True] * 3
+    assert there["damaged blocks taken"] == [False] * 3
     assert there == {name: value for name, value in here.items() if name not in {"machine", "kernel_path"}}
 
 
