@@ -6,6 +6,7 @@ The sums are one vector, so a stripe costs a handful of instructions on a proces
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from llvmlite import ir
@@ -21,15 +22,15 @@ SECRET: Final = bytes.fromhex(
 )
 LONG_BYTES: Final = 240  # shorter inputs have other rules
 DIGEST_BYTES: Final = 16
+STRIPE_BYTES: Final = 64
 
-_STRIPE: Final = 64
 _SECRET_STEP: Final = 8  # from one stripe to the next
 _SECRET_SIZE: Final = 192
-_STRIPES: Final = (_SECRET_SIZE - _STRIPE) // _SECRET_STEP  # in a block: until the secret is used up
-_BLOCK: Final = _STRIPES * _STRIPE
-_LAST_SECRET: Final = _SECRET_SIZE - _STRIPE - 7
+_STRIPES: Final = (_SECRET_SIZE - STRIPE_BYTES) // _SECRET_STEP  # in a block: until the secret is used up
+_BLOCK: Final = _STRIPES * STRIPE_BYTES
+_LAST_SECRET: Final = _SECRET_SIZE - STRIPE_BYTES - 7
 _LOW_SECRET: Final = 11
-_HIGH_SECRET: Final = _SECRET_SIZE - _STRIPE - 11
+_HIGH_SECRET: Final = _SECRET_SIZE - STRIPE_BYTES - 11
 
 _PRIME32: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 _PRIME64: Final = (
@@ -56,9 +57,8 @@ def _word(offset: int) -> int:
     return int.from_bytes(SECRET[offset : offset + 8], "little")
 
 
-def _mix_stripe(builder: Builder, sums: Value, data: Value, secret: Value) -> Value:
+def _mix_stripe(builder: Builder, sums: Value, words: Value, secret: Value) -> Value:
     """Each lane gets its neighbour's word, and the product of the halves of its own, keyed."""
-    words = t.load(builder, _SUMS, data, align=1)
     keyed = builder.xor(words, secret)
     low = builder.and_(keyed, t.constant(_SUMS, 0xFFFFFFFF))
     product = builder.mul(low, builder.lshr(keyed, t.constant(_SUMS, 32)))
@@ -67,7 +67,7 @@ def _mix_stripe(builder: Builder, sums: Value, data: Value, secret: Value) -> Va
 
 def _scramble(builder: Builder, sums: Value) -> Value:
     mixed = builder.xor(sums, builder.lshr(sums, t.constant(_SUMS, 47)))
-    keyed = builder.xor(mixed, _words(_SECRET_SIZE - _STRIPE))
+    keyed = builder.xor(mixed, _words(_SECRET_SIZE - STRIPE_BYTES))
     return builder.mul(keyed, t.constant(_SUMS, _PRIME32[0]))
 
 
@@ -92,8 +92,38 @@ def _fold(builder: Builder, sums: Value, secret: int, start: Value) -> Value:
     return _shift_xor(builder, builder.mul(_shift_xor(builder, result, 37), t.int_constant(_AVALANCHE)), 32)
 
 
+def build_copy_xxh3_128(builder: Builder, data: Value, n_bytes: Value, target: Value, out: Value) -> None:
+    """The digest of ``n_bytes`` > 240 at ``data``, whole stripes, which are copied to ``target`` meanwhile.
+
+    ``out``: 16 bytes in canonical (big-endian) order. ``target`` is on a stripe's border, and other threads see it
+    when this is done.
+    """
+    way = builder.sub(target, data)
+
+    def load(at: Value, offset: int | Value) -> Value:
+        """A stripe, copied."""
+        words = t.load(builder, _SUMS, t.at(builder, at, offset), align=1)
+        t.store_past_cache(builder, words, t.at(builder, builder.add(at, way), offset), align=STRIPE_BYTES)
+        return words
+
+    _build_xxh3_128(builder, load, (data, n_bytes), out)
+    builder.fence("seq_cst")
+
+
 def build_xxh3_128(builder: Builder, data: Value, n_bytes: Value, out: Value) -> None:
     """The digest of ``n_bytes`` > 240 at ``data``: 16 bytes at ``out`` in canonical (big-endian) order."""
+
+    def load(at: Value, offset: int | Value) -> Value:
+        return t.load(builder, _SUMS, t.at(builder, at, offset), align=1)
+
+    _build_xxh3_128(builder, load, (data, n_bytes), out)
+
+
+def _build_xxh3_128(
+    builder: Builder, load: Callable[[Value, int | Value], Value], of: tuple[Value, Value], out: Value
+) -> None:
+    """``load(address, offset)`` gives the stripe there, and is asked once for each that begins at a multiple of 64."""
+    data, n_bytes = of
     sums = t.variable(builder, _SUMS, ir.Constant(_SUMS, list(_START)), "sums")
     before_last = builder.sub(n_bytes, t.int_constant(1))
     n_blocks = builder.udiv(before_last, t.int_constant(_BLOCK))
@@ -102,22 +132,22 @@ def build_xxh3_128(builder: Builder, data: Value, n_bytes: Value, out: Value) ->
         at = builder.add(data, t.scaled(builder, block, _BLOCK))
         mixed = t.value_of(builder, sums)
         for stripe in range(_STRIPES):
-            mixed = _mix_stripe(builder, mixed, t.at(builder, at, stripe * _STRIPE), _words(stripe * _SECRET_STEP))
+            mixed = _mix_stripe(builder, mixed, load(at, stripe * STRIPE_BYTES), _words(stripe * _SECRET_STEP))
         builder.store(_scramble(builder, mixed), sums)
 
     t.counted_loop(builder, n_blocks, one_block, "blocks")
     rest = builder.add(data, t.scaled(builder, n_blocks, _BLOCK))
-    n_rest = builder.udiv(builder.sub(before_last, t.scaled(builder, n_blocks, _BLOCK)), t.int_constant(_STRIPE))
+    n_rest = builder.udiv(builder.sub(before_last, t.scaled(builder, n_blocks, _BLOCK)), t.int_constant(STRIPE_BYTES))
     secrets = builder.ptrtoint(_secret_in_memory(builder), I64)
 
     def one_stripe(stripe: Value) -> None:
         secret = t.at(builder, secrets, t.scaled(builder, stripe, _SECRET_STEP))
-        at = t.at(builder, rest, t.scaled(builder, stripe, _STRIPE))
+        words = load(rest, t.scaled(builder, stripe, STRIPE_BYTES))
         keyed = t.load(builder, _SUMS, secret, align=1)
-        builder.store(_mix_stripe(builder, t.value_of(builder, sums), at, keyed), sums)
+        builder.store(_mix_stripe(builder, t.value_of(builder, sums), words, keyed), sums)
 
     t.counted_loop(builder, n_rest, one_stripe, "stripes")
-    last = t.at(builder, builder.add(data, n_bytes), -_STRIPE)
+    last = load(builder.add(data, n_bytes), -STRIPE_BYTES)
     done = _mix_stripe(builder, t.value_of(builder, sums), last, _words(_LAST_SECRET))
     low = _fold(builder, done, _LOW_SECRET, builder.mul(n_bytes, t.int_constant(_PRIME64[0])))
     inverted = builder.not_(builder.mul(n_bytes, t.int_constant(_PRIME64[1])))

@@ -11,7 +11,16 @@ from typing import Any, Final
 from llvmlite import ir
 from numba import extending, types
 
-from kvferry.engine.kernels import attention_ir, digest_ir, kv_ir, linear_ir, sync_ir, vector_ir, vision_ir
+from kvferry.engine.kernels import (
+    attention_ir,
+    digest_ir,
+    kv_ir,
+    linear_ir,
+    sync_ir,
+    transpose_ir,
+    vector_ir,
+    vision_ir,
+)
 from kvferry.engine.kernels.instruction_sets import host_instruction_set
 from kvferry.engine.kernels.ir_tools import F16, F32, I8, I16, I32, I64, POINTER, Builder, Value, call, load, store
 
@@ -185,6 +194,16 @@ def copy_bytes(_context: Any, target: Any, source: Any, n_bytes: Any) -> Any:
 @intrinsic
 def xxh3_128(_context: Any, data: Any, n_bytes: Any, out: Any) -> Any:
     return _emit(_NOTHING, [_INT] * 3, digest_ir.build_xxh3_128)
+
+
+@intrinsic
+def copy_xxh3_128(_context: Any, data: Any, n_bytes: Any, target: Any, out: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 4, digest_ir.build_copy_xxh3_128)
+
+
+@intrinsic
+def transpose(_context: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> Any:
+    return _emit(_NOTHING, [_INT] * 4, transpose_ir.build_transpose)
 
 
 @intrinsic

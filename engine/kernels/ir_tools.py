@@ -93,6 +93,12 @@ def store(builder: Builder, value: Value, pointer: Value, align: int = 4) -> Non
     builder.store(value, pointer, align=align)
 
 
+def store_past_cache(builder: Builder, value: Value, pointer: Value, align: int) -> None:
+    """Store what will not be read soon: memory is written without being read first. ``align``: the vector's size."""
+    written = builder.store(value, pointer, align=align)
+    written.set_metadata("nontemporal", builder.module.add_metadata([int_constant(1, I32)]))
+
+
 def load_splat(builder: Builder, pointer: Value, lanes: int) -> Value:
     """One float32 from memory in every lane (a broadcast load where the machine has one)."""
     return splat(builder, load(builder, F32, pointer), lanes)

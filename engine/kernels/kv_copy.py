@@ -10,8 +10,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.engine.kernels.intrinsics import transpose
 from kvferry.engine.kernels.jit import kernel
 from kvferry.engine.kernels.layout import FLOAT_BYTES, KV_BLOCK
+from kvferry.engine.kernels.transpose_ir import SQUARE
+
+
+@kernel
+def _k_to_tile(k: NDArray[Any], row: int, first: int, n: int, tile: NDArray[Any], slot: int, head_dim: int) -> None:
+    """n rows of one head of K, its elements from ``first`` on, to positions ``slot`` on of a tile."""
+    if k.itemsize == FLOAT_BYTES and (slot | n | head_dim) % SQUARE == 0:
+        row_bytes, tile_row_bytes = k.shape[1] * FLOAT_BYTES, KV_BLOCK * FLOAT_BYTES
+        for i in range(0, n, SQUARE):
+            source = k.ctypes.data + (row + i) * row_bytes + first * FLOAT_BYTES
+            target = tile.ctypes.data + (slot + i) * FLOAT_BYTES
+            for d in range(0, head_dim, SQUARE):
+                transpose(source + d * FLOAT_BYTES, row_bytes, target + d * tile_row_bytes, tile_row_bytes)
+        return
+    for d in range(head_dim):
+        for i in range(n):
+            tile[d * KV_BLOCK + slot + i] = k[row + i, first + d]
 
 
 @kernel
@@ -39,9 +57,7 @@ def rows_to_tiles(
         for head in range(n_heads):
             k_tile, v_tile = tiles[block, layer, 0, head], tiles[block, layer, 1, head]
             first = head * head_dim
-            for d in range(head_dim):
-                for i in range(n):
-                    k_tile[d * KV_BLOCK + slot + i] = k[row + i, first + d]
+            _k_to_tile(k, row, first, n, k_tile, slot, head_dim)
             for i in range(n):
                 for d in range(head_dim):
                     v_tile[(slot + i) * head_dim + d] = v[row + i, first + d]

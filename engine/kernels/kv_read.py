@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engine.kernels.digest_ir import DIGEST_BYTES
-from kvferry.engine.kernels.intrinsics import load_float, read_vector, xxh3_128
+from kvferry.engine.kernels.digest_ir import DIGEST_BYTES, STRIPE_BYTES
+from kvferry.engine.kernels.intrinsics import copy_xxh3_128, load_float, read_vector, xxh3_128
 from kvferry.engine.kernels.jit import kernel
 from kvferry.engine.kernels.kv_copy import rows_to_tiles
 from kvferry.engine.kernels.layout import FLOAT_BYTES, KV_BLOCK
@@ -25,8 +25,14 @@ _INFINITY: Final = np.float32(np.inf)
 
 
 @kernel
-def _is_as_expected(block: int, n_bytes: int, expected: NDArray[np.uint8], made: NDArray[np.uint8]) -> bool:
-    xxh3_128(block, n_bytes, made.ctypes.data)
+def _is_as_expected(
+    block: int, n_bytes: int, target: int, expected: NDArray[np.uint8], made: NDArray[np.uint8]
+) -> bool:
+    """Whether a block has a digest; it is copied to ``target`` meanwhile, if that is another address."""
+    if target == block:
+        xxh3_128(block, n_bytes, made.ctypes.data)
+    else:
+        copy_xxh3_128(block, n_bytes, target, made.ctypes.data)
     n_alike = 0
     for byte in range(DIGEST_BYTES):
         n_alike += made[byte] == expected[byte]
@@ -65,16 +71,24 @@ def read_tiles(
     n_bytes = n_tiles * tile_bytes
     most = max(1, min(RUN_BYTES // n_bytes, _MOST_BUFFERS))
     buffers, made = np.empty((most, 2), np.int64), np.empty(DIGEST_BYTES, np.uint8)
+    # What is hashed passes through a register anyway: from there it goes to its place, and the system reads into
+    # memory that stays in the processor's cache, in one piece.
+    copies = len(expected) > 0 and (layer | stride | n_bytes) % STRIPE_BYTES == 0
+    passing = np.empty(most * n_bytes if copies else 0, np.uint8)
     for first in range(0, len(blocks), most):
         n = min(most, len(blocks) - first)
         for index in range(n):
             buffers[index, 0], buffers[index, 1] = layer + blocks[first + index] * stride, n_bytes
-        if read_vector(fd, buffers.ctypes.data, n, offset + first * n_bytes) != n * n_bytes:
+        if copies:
+            buffers[0, 0], buffers[0, 1] = passing.ctypes.data, n * n_bytes
+        if read_vector(fd, buffers.ctypes.data, 1 if copies else n, offset + first * n_bytes) != n * n_bytes:
             return False
         for index in range(n):
             at = (first + index) * DIGEST_BYTES
-            block = buffers[index, 0]
-            if len(expected) > 0 and not _is_as_expected(block, n_bytes, expected[at : at + DIGEST_BYTES], made):
+            target = layer + blocks[first + index] * stride
+            block = passing.ctypes.data + index * n_bytes if copies else target
+            wanted = expected[at : at + DIGEST_BYTES]
+            if len(expected) > 0 and not _is_as_expected(block, n_bytes, target, wanted, made):
                 return False
             if n_values < tile_bytes and not _scales_are_sane(block, n_tiles, tile_bytes, n_values):
                 return False
