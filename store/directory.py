@@ -16,7 +16,7 @@ from typing import Final
 from kvferry.store import names
 from kvferry.store.errors import StoreFull, os_errors_mapped
 from kvferry.store.fs import FileSystem
-from kvferry.store.publish import TempFile, create_temp
+from kvferry.store.publish import TempFile, create_temp, sync_directory
 from kvferry.store.reader import Identity
 from kvferry.store.space import Entry, Survey
 
@@ -58,10 +58,11 @@ class StoreDirectory:
         return self.path / names.check_snapshot(name)
 
     def make(self) -> None:
-        """Makes the directory and its trash."""
+        """Makes the directory and its trash, durably: what is saved in it is lost with its name."""
         with os_errors_mapped("make directory", self._trash):
             self.fs.make_directories(str(self.path))
             self.fs.make_directories(str(self._trash))
+        sync_directory(self.fs, self.path.parent)
 
     def exists(self) -> bool:
         """Whether anything was ever written here."""

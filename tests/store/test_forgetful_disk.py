@@ -136,12 +136,14 @@ def _noted(tmp_path: Path, version: int) -> list[Note]:
     return found
 
 
+FOLDER = -1  # in place of an inode
+
+
 class Cut:
     """A disk's state after the first calls, as far as a power cut leaves it."""
 
     def __init__(self, notes: Sequence[Note]) -> None:
         self.n_told = 0
-        self.folders: list[str] = []
         self._kept: dict[int, bytes] = {}
         self._writes: dict[int, list[tuple[int, bytes]]] = {}
         self._entries: dict[str, int] = {}
@@ -153,7 +155,7 @@ class Cut:
         if call == "told":
             self.n_told = what[0]
         elif call == "mkdir":
-            self.folders.append(what[0])  # promise 2 is about files
+            self._pending.append(("name", what[0], FOLDER, str(Path(what[0]).parent)))
         elif call == "write":
             self._writes.setdefault(what[0], []).append((what[1], bytes.fromhex(what[2])))
         elif call == "fsync":
@@ -183,9 +185,13 @@ class Cut:
         entries = dict(self._entries)
         for note in self._pending[: luck.randint(0, len(self._pending))]:
             _change(entries, note)
-        for folder in self.folders:
-            (root / folder[1:]).mkdir(parents=True, exist_ok=True)
+        root.mkdir()
+        for folder in sorted(name for name, inode in entries.items() if inode == FOLDER):
+            if (root / folder[1:]).parent.exists():  # else it went with the one that it was in
+                (root / folder[1:]).mkdir()
         for name, inode in entries.items():
+            if inode == FOLDER or not (root / name[1:]).parent.exists():
+                continue
             data = self._content(inode, lambda: luck.random() < 0.5)
             (root / name[1:]).write_bytes(data)
 
