@@ -149,7 +149,9 @@ class Scheduler:
             began_at = self.clock() if self.clock else 0.0
             n_decodes = sum(running.is_decoding for running, _ in batch)
             n_prefill_rows = sum(n for _, n in batch) - n_decodes
-            n_guessed = 0 if n_prefill_rows else self._guess([running for running, _ in batch])
+            # Nothing beside a prompt, nor in a step that it stands back from so that the pacer can measure the decodes.
+            is_prompt_free = all(running.is_decoding for running in self._running)
+            n_guessed = self._guess([running for running, _ in batch]) if is_prompt_free else 0
             logits = self.engine.forward([running.chunk(n) for running, n in batch])
             self.counters.n_steps += 1
             for (running, n), rows in zip(batch, logits, strict=True):

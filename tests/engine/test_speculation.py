@@ -224,6 +224,23 @@ def test_a_costly_proposer_is_asked_again_now_and_then(engine: Engine) -> None:
     assert sum(lengths) == 2
 
 
+def test_a_prompt_gets_on_beside_an_answer_that_is_guessed_at_every_step(engine: Engine) -> None:
+    """A pacer measures steps without proposals before it lets a prompt in."""
+    (expected,) = run(Scheduler(engine), [job := make_job(engine, [1, *PHRASE], max_tokens=200)])
+    job.sequence.release()
+    guessing = Guessing({1: [1, *PHRASE, *tokens_of(expected)]})
+    scheduler = Scheduler(engine, speculator=Speculator(guessing), clock=count().__next__)
+    jobs = [make_job(engine, [1, *PHRASE], max_tokens=200), make_job(engine, list(range(100, 140)), max_tokens=1)]
+    scheduler.submit(jobs[0])
+    while not scheduler.counters.n_tokens_accepted:
+        scheduler.step()
+    scheduler.submit(jobs[1])
+    ended = [o.job_id for _ in range(400) for o in scheduler.step() if o.finish]
+    assert ended == [jobs[1].job_id, jobs[0].job_id]
+    for job in jobs:
+        job.sequence.release()
+
+
 def test_nothing_is_proposed_beside_a_prompt(engine: Engine) -> None:
     scheduler = Scheduler(engine, speculator=Speculator(PromptLookup()), prefill_rows_beside_decodes=16)
     jobs = [make_job(engine, [9, *PHRASE * 4], max_tokens=400)]
