@@ -192,10 +192,11 @@ def route(view: View, request: RouteRequest) -> Choice:
 
 
 def worth_weighing(view: View, request: RouteRequest, able: Sequence[Member]) -> Sequence[Member]:
-    """Everybody in a fleet of dozens; in one of thousands those with most of it in memory, and the least busy."""
+    """Everybody in a fleet of dozens; of thousands those with most of it in memory, now or soon, and the least busy."""
     if len(able) <= 2 * MAX_WEIGHED_EACH:
         return able
-    holders = heapq.nlargest(MAX_WEIGHED_EACH, able, key=lambda m: n_resident(view, request, m))
+    holding = [m for m in able if request.session_id in m.node.resident or has_others_rows(view, m)]
+    holders = heapq.nlargest(MAX_WEIGHED_EACH, holding, key=lambda m: n_soon_resident(view, request, m))
     idlest = heapq.nsmallest(MAX_WEIGHED_EACH, able, key=lambda m: load_of(view, m))
     return list({m.node.node_id: m for m in [*holders, *idlest]}.values())
 
@@ -265,6 +266,17 @@ def n_resident(view: View, request: RouteRequest, member: Member) -> int:
     """Rows of this request that are in the node's memory, be they this session's; the last token is always computed."""
     own = member.node.resident.get(request.session_id, 0)
     return min(max(own, view.n_shared.get(member.node.node_id, 0)), request.n_tokens - 1)
+
+
+def has_others_rows(view: View, member: Member) -> bool:
+    """Of other sessions that begin alike; computed already or not."""
+    return member.node.node_id in view.n_shared or member.node.node_id in view.coming
+
+
+def n_soon_resident(view: View, request: RouteRequest, member: Member) -> int:
+    """With what a turn there is computing."""
+    coming = view.coming.get(member.node.node_id, NOTHING_COMING)
+    return max(n_resident(view, request, member), coming.n_tokens)
 
 
 def n_stored(view: View, member: Member) -> int:

@@ -180,6 +180,13 @@ def test_no_prediction_lets_a_node_queue_more_than_two_turns_beyond_another() ->
     assert reasons(choice)["a"] == "passed over: 3 turns in its queue, and 0 in another one's"
 
 
+def test_among_thousands_the_one_that_computes_the_prompt_is_found() -> None:
+    busy = {"n1999": Forecast(rates=FAST, ahead=Ahead(prefilling_s=(0.1,)))}
+    fleet = [member(f"n{i:04}") for i in range(2_000)]
+    choice = choose(*fleet, coming={"n1999": Coming(600, 0.1)}, forecasts=busy, turns={"n1999": 1})
+    assert chosen(choice) == "n1999"
+
+
 def test_a_large_fleet_shows_the_nearest_candidates_only() -> None:
     choice = choose(*(member(f"n{i:04}", resident=i % 600) for i in range(2_000)))
     assert (choice.n_candidates, len(choice.candidates)) == (2_000, MAX_CANDIDATES_KEPT)
