@@ -38,8 +38,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _PIPED_WIDTH = 1000  # of tables: they take what they need
 EXIT_INTERRUPTED = 130  # as a shell has it for Ctrl-C, and client/cli.py
 
-FILE = click.Path(path_type=Path, readable=False)  # whether it can be read is told when it is
-
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
 
 
@@ -67,6 +65,21 @@ def chosen_shape(model: str | None, geometry: str | None, vocab_size: int | None
     if vocab_size is not None and model is None:
         raise click.UsageError("--vocab goes with --geometry")
     return None if model is None else read_shape(model)
+
+
+class _File(click.Path):
+    """A file of this machine. Whether it can be read is told when it is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuses addresses, which would pass for paths."""
+        if "://" in str(value):
+            self.fail(
+                f"{value} is no file of this machine; ls, lcp, fsck, scrub, gc, du and rm take s3:// stores", param, ctx
+            )
+        return super().convert(value, param, ctx)
+
+
+FILE = _File(path_type=Path, readable=False)
 
 
 @dataclass(frozen=True, slots=True)

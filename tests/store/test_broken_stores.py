@@ -270,6 +270,13 @@ def test_a_segment_that_is_not_there_is_gone_and_waits_for_nothing(store: Snapsh
         assert isinstance(run(*arguments).exception, SnapshotGone)
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff"])
+def test_an_objects_address_is_no_file(command: str) -> None:
+    result = run(command, *[f"s3://bucket/store/feed/kv3_{'0' * 32}.kv"] * (1 + (command == "diff")))
+    assert result.exit_code == 2
+    assert "is no file of this machine" in result.stderr
+
+
 def test_a_scrub_tells_what_it_could_not_judge(store: SnapshotStore, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_bytes(b"k" * 32)
