@@ -140,8 +140,7 @@ class _Option:
 
 def route(view: View, request: RouteRequest) -> Choice:
     """Choose a node for ``request``."""
-    obstacles = {m.node.node_id: obstacle(m, request) for m in view.members}
-    able = [m for m in view.members if obstacles[m.node.node_id] is None]
+    able = [m for m in view.members if m.state is NodeState.LIVE and unfit(m.node, request) is None]
     weighed = worth_weighing(view, request, prefer_untried(able, request.failed))
     considered = {m.node.node_id: option(view, request, m) for m in weighed}
     least_waiting = min((o.n_waiting for o in considered.values()), default=0)
@@ -152,7 +151,7 @@ def route(view: View, request: RouteRequest) -> Choice:
     def candidate(member: Member) -> Candidate:
         node_id, load = member.node.node_id, member.node.load
         found = considered.get(node_id)
-        if (why := obstacles[node_id]) is not None:
+        if (why := obstacle(member, request)) is not None:
             reason = f"cannot take it: {why}"
         elif node_id in request.failed and found is None:
             reason = f"passed over: it failed this turn ({request.failed[node_id]})"
@@ -288,8 +287,8 @@ def n_stored(view: View, member: Member) -> int:
 
 def load_of(view: View, member: Member) -> int:
     """Turns on the node, running or waiting."""
-    load = member.node.load
-    return view.n_turns.get(member.node.node_id, load.n_running + load.n_queued)
+    n_turns = view.n_turns.get(member.node.node_id)
+    return member.node.load.n_running + member.node.load.n_queued if n_turns is None else n_turns
 
 
 def praise(request: RouteRequest, best: _Option, n_considered: int) -> str:
