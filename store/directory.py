@@ -113,8 +113,7 @@ class StoreDirectory:
                 n_temps += temp.reserved_bytes > 0
             else:
                 temp_bytes += entry.n_bytes
-        temp_bytes += sum(entry.n_bytes for entry in self.quarantined())
-        return Survey(tuple(snapshots), tuple(self._trashed()), temp_bytes, n_temps)
+        return Survey(tuple(snapshots), tuple(self._trashed()), temp_bytes, n_temps, tuple(self.quarantined()))
 
     def neighbours(self) -> dict[str, StoreDirectory]:
         """The other models' folders in the same store, by name."""

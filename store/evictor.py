@@ -96,15 +96,16 @@ class Evictor:
         """The whole store: this folder, and the entries of its neighbours, other models' and tenants', as
         FOLDER/NAME."""
         own = self._directory.survey(now_ns)
-        snapshots, trash = list(own.snapshots), list(own.trash)
+        snapshots, trash, quarantined = list(own.snapshots), list(own.trash), list(own.quarantined)
         temp_bytes, n_temps = own.temp_bytes, own.n_temps
         for folder, neighbour in self._directory.neighbours().items():
             there = neighbour.survey(now_ns)
             snapshots += [replace(entry, name=f"{folder}/{entry.name}") for entry in there.snapshots]
             trash += [replace(entry, name=f"{folder}/{entry.name}") for entry in there.trash]
+            quarantined += [replace(entry, name=f"{folder}/{entry.name}") for entry in there.quarantined]
             temp_bytes += there.temp_bytes
             n_temps += there.n_temps
-        return Survey(tuple(snapshots), tuple(trash), temp_bytes, n_temps)
+        return Survey(tuple(snapshots), tuple(trash), temp_bytes, n_temps, tuple(quarantined))
 
     def _why_no_room(self, shortage_bytes: int, *, by_quota: bool) -> str:
         """Whose limit it is: the disk's, a quota's, or the store's own."""
@@ -152,7 +153,8 @@ class Evictor:
 
     def _carry_out(self, plan: RoomPlan) -> list[str]:
         """Removes what the plan says but for what has been pinned since; returns the snapshots that went."""
-        neighbours = self._directory.neighbours() if any("/" in name for name in (*plan.purge, *plan.evict)) else {}
+        every = (*plan.purge, *plan.evict, *plan.release)
+        neighbours = self._directory.neighbours() if any("/" in name for name in every) else {}
         neighbours[""] = self._directory
         for name in plan.purge:
             folder, _, own_name = name.rpartition("/")
@@ -169,6 +171,10 @@ class Evictor:
                 if folder in neighbours:
                     _take_away(neighbours[folder], own_name, at_once=name in plan.delete)
             gone.append(name)
+        for name in plan.release:
+            folder, _, own_name = name.rpartition("/")
+            if folder in neighbours:
+                neighbours[folder].release_quarantined(own_name)
         with self._lock:
             self._n_evicted += len(gone)
         return gone

@@ -52,11 +52,12 @@ class Survey:
     trash: tuple[Entry, ...]
     temp_bytes: int
     n_temps: int
+    quarantined: tuple[Entry, ...] = ()
 
     @property
     def n_bytes(self) -> int:
         """All bytes that count against the budget."""
-        return sum(entry.n_bytes for entry in (*self.snapshots, *self.trash)) + self.temp_bytes
+        return sum(entry.n_bytes for entry in (*self.snapshots, *self.trash, *self.quarantined)) + self.temp_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class RoomPlan:
-    """What to remove, in this order: trash to purge, snapshots to delete at once, snapshots to move to the trash."""
+    """What to remove, in this order: trash to purge, snapshots to delete at once, snapshots to move to the trash,
+    damaged files to release from quarantine."""
 
     purge: tuple[str, ...] = ()
     delete: tuple[str, ...] = ()
     to_trash: tuple[str, ...] = ()
+    release: tuple[str, ...] = ()
 
     @property
     def evict(self) -> tuple[str, ...]:
@@ -92,7 +95,8 @@ def plan_room(
     """The least that has to go: oldest trash first, then the snapshots that are worth least and are not protected.
 
     Worth falls with the time since the last use, and grows with what the rows cost to compute again per byte. No
-    segment goes before those that continue it (``standing``). Trash from before ``expired_before_ns`` goes in any case.
+    segment goes before those that continue it (``standing``). Damaged files, which a person may want to look at, go
+    when nothing else can. Trash from before ``expired_before_ns`` goes in any case.
 
     ``shortage_bytes`` is what the disk itself lacks, however generous the budget. None when it cannot be done; then
     nothing should go.
@@ -107,15 +111,21 @@ def plan_room(
         needed -= entry.n_bytes
     delete: list[str] = []
     to_trash: list[str] = []
+    release: list[str] = []
+    damaged = sorted(survey.quarantined, key=_age, reverse=True)
     order = _EvictionOrder(survey.snapshots, protected, standing)
     while needed > 0 or surplus_files > 0:
         victim = order.pop()
+        if victim is None and damaged and surplus_files <= 0:
+            release.append(damaged[-1].name)
+            needed -= damaged.pop().n_bytes
+            continue
         if victim is None:
             return None
         (delete if needed > 0 else to_trash).append(victim.name)
         needed -= victim.n_bytes if needed > 0 else 0
         surplus_files -= 1
-    return RoomPlan(tuple(purge), tuple(delete), tuple(to_trash))
+    return RoomPlan(tuple(purge), tuple(delete), tuple(to_trash), tuple(release))
 
 
 def worth(entry: Entry, newest_ns: int, standing: Standing | None) -> float:

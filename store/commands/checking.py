@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import click
 from rich.filesize import decimal
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvferry.store.commands.shared import (
     EXIT_INTERRUPTED,
@@ -210,7 +210,7 @@ def _quarantine(store: OpenStore, problems: list[Problem]) -> None:
 def _print_problems(found: list[Problem], n_files: int) -> None:
     out = console()
     if found:
-        table = Table("file", "problem", "where", "repaired", box=None, pad_edge=False)
+        table = Table(Column("file", overflow="fold"), "problem", "where", "repaired", box=None, pad_edge=False)
         for problem in found:
             at = problem.damage
             where = "" if at is None else f"layer {at.layer}, position {at.position}"

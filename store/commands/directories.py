@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import numpy as np
 from rich.filesize import decimal
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvferry.store.commands.shared import (
     OpenStore,
@@ -52,7 +52,9 @@ def ls(store: OpenStore, model: str | None, geometry: str | None, vocab_size: in
     if as_json:
         print_json({"directory": store.said, "n_bytes": n_bytes, "snapshots": [_line_facts(line) for line in lines]})
         store.finish()
-    table = Table("snapshot", "tokens", "size", "last used (UTC)", "status", box=None, pad_edge=False)
+    table = Table(
+        Column("snapshot", overflow="fold"), "tokens", "size", "last used (UTC)", "status", box=None, pad_edge=False
+    )
     for line in lines:
         tokens = "-" if line.token_ids is None else str(len(line.token_ids))
         name = str(line.path.relative_to(store.root))
@@ -133,7 +135,7 @@ def lcp(
         best_facts = None if best is None else {"file": best.key, "n_common": best.n_common, "n_tokens": best.n_tokens}
         print_json({"n_request_tokens": len(wanted), "best": best_facts, "n_usable_rows": n_usable, "n_common": shared})
         store.finish()
-    table = Table("snapshot", "common", "tokens", box=None, pad_edge=False)
+    table = Table(Column("snapshot", overflow="fold"), "common", "tokens", box=None, pad_edge=False)
     for key, n_common in sorted(shared.items(), key=lambda item: (-item[1], index.n_tokens(item[0]), item[0])):
         table.add_row(key, str(n_common), str(index.n_tokens(key)))
     out = console()

@@ -158,3 +158,18 @@ def test_a_file_that_gets_its_name_while_the_store_is_listed_counts(tmp_path: Pa
     survey = StoreDirectory(fs, tmp_path, "feed", "node-2", lambda: "0" * 32).survey(time.time_ns())
     assert not fs.hidden
     assert [entry.name for entry in survey.snapshots] == [name]
+
+
+def test_damaged_files_that_wait_for_a_person_give_way_before_a_save_does(tmp_path: Path) -> None:
+    acme = open_tenant(tmp_path, "acme")
+    damaged, good = save(acme, 0), save(acme, 1000, used_at_s=100)
+    StoreDirectory(PosixFileSystem(), tmp_path, acme.path.name, "node-1", lambda: "0" * 32).quarantine(damaged)
+    bolt = open_tenant(tmp_path, "bolt", n_bytes_of(tmp_path))
+    first = save(bolt, 0)
+    assert (files(acme), files(bolt)) == (set(), {first})
+    assert len(list((acme.path / "quarantine").iterdir())) == 1  # while anything else can go
+    with bolt.pin(first):
+        second = save(bolt, 1000)
+    assert files(bolt) == {first, second}
+    assert not list((acme.path / "quarantine").iterdir())
+    assert good not in files(acme)
