@@ -28,6 +28,10 @@ class SequenceRows:
         self._memory = None if pool is None else pool.tiles.reshape(-1).view(np.uint8).data
         self._stride = 0 if pool is None else pool.block_bytes  # from a block to the next
         self._tile_bytes = 0 if pool is None else pool.block_bytes // pool.geometry.n_layers  # a layer's part of one
+        self._n_tiles = 0 if pool is None else 2 * pool.geometry.n_kv_heads  # in such a part
+        self._n_values = 0  # bytes of a tile's values
+        if pool is not None:
+            self._n_values = pool.geometry.head_dim * KV_BLOCK * pool.geometry.kind.dtype.itemsize
 
     def read_rows(self, layer: int, start: int, stop: int, k_out: _F32, v_out: _F32) -> None:
         """Copies rows start..stop-1 of a layer out, float32 [stop - start, kv_dim]."""
@@ -63,8 +67,7 @@ class SequenceRows:
         blocks = self._blocks(first_block, n_blocks)
         if self._pool is None or blocks is None:
             return False
-        geometry = self._pool.geometry
-        n_tiles = 2 * geometry.n_kv_heads
+        n_tiles = self._n_tiles
         return bool(
             read_tiles(
                 fd,
@@ -75,7 +78,7 @@ class SequenceRows:
                 np.frombuffer(digests, np.uint8),
                 n_tiles,
                 self._tile_bytes // n_tiles,
-                geometry.head_dim * geometry.block_size * geometry.kind.dtype.itemsize,
+                self._n_values,
             )
         )
 
