@@ -17,7 +17,9 @@ from kvferry.store.segment_file import Terms
 from kvferry.store.segment_writer import SegmentWriter
 
 
-def salvage(fs: FileSystem, folder: Folder, name: str, position: int, unique: str, seal: Seal) -> Path | None:
+def salvage(
+    fs: FileSystem, folder: Folder, name: str, position: int, unique: str, node_id: str, seal: Seal
+) -> Path | None:
     """Writes rows start..position-1 of a segment that is damaged at ``position``; None when there are none, or when
     what comes before the segment is not there to say whose they are.
 
@@ -39,7 +41,8 @@ def salvage(fs: FileSystem, folder: Folder, name: str, position: int, unique: st
         own = [span for span in spans if span.start >= old.start]
         writer = SegmentWriter(extent, ids[old.start :], own, terms.seal, terms.seal.new_salt(unique))
         final = folder.path / extent.name
-        with create_temp(fs, folder.path / names.temp_name(final.name, "operator", unique, 0)) as temp:
+        temp_name = names.temp_name(final.name, node_id, unique, writer.extent.file_bytes)
+        with create_temp(fs, folder.path / temp_name) as temp:
             inode = writer.write(temp, CheckedChain(reader))
             publish(fs, temp.path, final, inode, lambda: confirm_good(fs, final, seal))
     return final

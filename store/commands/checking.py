@@ -21,6 +21,7 @@ from kvferry.store.commands.shared import (
     OpenStore,
     console,
     json_option,
+    operator_id,
     print_json,
     progress,
     store_argument,
@@ -181,8 +182,9 @@ def _repair(store: OpenStore, folder: Folder, problems: list[Problem]) -> None:
     positions = [problem.damage.position for problem in problems if problem.damage is not None]
     kept = None
     if positions:
+        seal = store.terms(folder=folder.path).seal  # a tenant's folder has a key of its own
         try:
-            kept = salvage(store.fs, folder, problems[0].path.name, min(positions), uuid4().hex, store.seal)
+            kept = salvage(store.fs, folder, problems[0].path.name, min(positions), uuid4().hex, operator_id(), seal)
         except StoreError as error:  # a full disk, or more is damaged: the rows can be recomputed
             store.troubles.append(str(error))
     _quarantine(store, problems)
@@ -197,7 +199,7 @@ def _quarantine(store: OpenStore, problems: list[Problem]) -> None:
         return
     path = problems[0].path
     try:
-        StoreDirectory(store.fs, path.parent.parent, path.parent.name, "operator", lambda: uuid4().hex).quarantine(
+        StoreDirectory(store.fs, path.parent.parent, path.parent.name, operator_id(), lambda: uuid4().hex).quarantine(
             path.name
         )
     except StoreError as error:

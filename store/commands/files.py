@@ -46,7 +46,7 @@ _FILE = click.argument("file", type=FILE)
 def inspect(file: Path, *, key_file: Path | None, encrypted: bool, as_json: bool, **model: Any) -> None:
     """Show a snapshot's 64 header bytes field by field, its hash and its size, as xxd and ls would."""
     store = open_place(str(file.parent), key_file, encrypted)
-    found = inspect_file(store.fs, file, *parts(chosen_shape(**model)), store.seal)
+    found = inspect_file(store.fs, file, *parts(chosen_shape(**model)), store.terms().seal)
     if as_json:
         print_json(_as_facts(found))
     else:

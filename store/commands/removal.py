@@ -11,7 +11,7 @@ import click
 
 from kvferry.store import names
 from kvferry.store.commands.directories import read_tokens
-from kvferry.store.commands.shared import OpenStore, json_option, print_json, store_argument
+from kvferry.store.commands.shared import OpenStore, json_option, operator_id, print_json, store_argument
 from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import StoreError, StoreMisuse
 from kvferry.store.folder import Folder
@@ -53,7 +53,7 @@ def remove(store: OpenStore, choose: Choose, *, quiet: bool) -> list[Path]:
         if unreadable and going:
             store.troubles.append(f"nothing is removed from {path} while {unreadable[0]} in it cannot be read")
             continue
-        directory = StoreDirectory(store.fs, path.parent, path.name, "operator", lambda: uuid4().hex)
+        directory = StoreDirectory(store.fs, path.parent, path.name, operator_id(), lambda: uuid4().hex)
         try:
             for victim in going:
                 directory.delete(victim)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+from uuid import uuid4
 
 import click
 from rich.console import Console
@@ -37,6 +38,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _PIPED_WIDTH = 1000  # of tables: they take what they need
 EXIT_INTERRUPTED = 130  # as a shell has it for Ctrl-C, and client/cli.py
+
+_OPERATOR = f"operator-{uuid4().hex[:12]}"  # in the names of temporary files: other commands leave them alone
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
 
@@ -121,6 +124,11 @@ class OpenStore:
             click.echo(f"error: {trouble}", err=True)
         ends_with = StoreUnavailable.default_exit_code if self.troubles else 0
         click.get_current_context().exit(exit_code or ends_with)
+
+
+def operator_id() -> str:
+    """The node id under which this process writes."""
+    return _OPERATOR
 
 
 @contextmanager

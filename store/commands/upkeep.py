@@ -9,7 +9,7 @@ import click
 from rich.filesize import decimal
 from rich.table import Table
 
-from kvferry.store.commands.shared import OpenStore, console, json_option, print_json, store_argument
+from kvferry.store.commands.shared import OpenStore, console, json_option, operator_id, print_json, store_argument
 from kvferry.store.directory import FOREIGN_TEMP_S, NS_PER_S, TRASH_GRACE_S, StoreDirectory
 from kvferry.store.errors import StoreError
 from kvferry.store.folder import FileView, Folder
@@ -35,7 +35,7 @@ def gc(store: OpenStore, quarantine: bool, as_json: bool) -> None:
 
 
 def _clean(store: OpenStore, folder: Folder, gone: dict[str, int], *, quarantine: bool) -> None:
-    directory = StoreDirectory(store.fs, folder.path.parent, folder.path.name, "operator", lambda: uuid4().hex)
+    directory = StoreDirectory(store.fs, folder.path.parent, folder.path.name, operator_id(), lambda: uuid4().hex)
     report = directory.reap(TRASH_GRACE_S)
     gone["temps"] += report.n_foreign_temps + report.n_own_temps
     gone["trash"] += report.n_trashed

@@ -7,18 +7,23 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from kvferry.store import names
 from kvferry.store.cli import kv
+from kvferry.store.commands.shared import operator_id
 from kvferry.store.errors import SnapshotGone, StoreUnavailable
 from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.pace import Pace
+from kvferry.store.place import StorePlace
 from kvferry.store.snapshot_store import SnapshotStore
 
 GEOMETRY = KvGeometry(2, 2, 8)
@@ -310,3 +315,37 @@ def test_names_in_a_piped_table_are_whole(store: SnapshotStore, tmp_path: Path) 
     listed = run("ls", tmp_path / "store").stdout
     for path in folder.glob("*.kv"):
         assert f"{folder.name}/{path.name}" in listed
+
+
+@pytest.mark.parametrize("tenant", ["", "acme"])
+def test_a_repair_keeps_the_good_rows_of_a_tenants_sealed_segment(tmp_path: Path, tenant: str) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o600)
+    seal = StorePlace("", key).seal()
+    store = SnapshotStore(
+        tmp_path / "store", "feed", GEOMETRY, 1024, 1 << 30, 2000, "node-1", version=3, seal=seal, tenant=tenant
+    )
+    path = store.path / store.publish(IDS, MemoryRows(K, -K)).name
+    for command in ("inspect", "verify"):
+        assert run(command, path, "--store-key-file", key).exit_code == 0, command
+    data = bytearray(path.read_bytes())
+    data[320 + 4 * len(IDS) + 100 * GEOMETRY.kv_dim * 8] ^= 1  # position 100 of the first layer
+    path.write_bytes(data)
+    result = run("fsck", tmp_path / "store", "--repair", "--store-key-file", key)
+    assert "rows up to 95 are in" in result.output, result.output
+    store.refresh()
+    match = store.find(IDS)
+    assert match is not None
+    assert match.n_common == 96
+
+
+def test_cleaning_leaves_what_another_command_is_writing(store: SnapshotStore, tmp_path: Path) -> None:
+    temp = store.path / names.temp_name(segment(store, 0, 80).name, operator_id(), "0" * 32, 0)
+    temp.touch()
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from kvferry.store.cli import kv; kv()", "gc", str(tmp_path / "store")],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "nothing to remove" in done.stdout
+    assert temp.exists()
