@@ -166,9 +166,17 @@ class ModelBoard:
             for job in self.decoding:
                 job.tokens_left -= n_tokens
         self._now_s = now_s
-        for job in [j for j in self.reading if j.restored_s <= now_s + 1e-9]:
+        self._end_reads()
+        return self._move_on()
+
+    def _end_reads(self) -> None:
+        for job in [j for j in self.reading if j.restored_s <= self._now_s + 1e-9]:
             self.reading.remove(job)
             self.prefilling.append(job)
+
+    def _move_on(self) -> tuple[list[Job], list[Job]]:
+        """Whoever has nothing left to compute or to say: to the decodes, and out."""
+        now_s = self._now_s
         started = [j for j in self.prefilling if j.work_s <= 1e-9]
         for job in started:
             self.prefilling.remove(job)

@@ -10,7 +10,7 @@ import heapq
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvferry.coordinator.forecasts import Awaiting, Forecasts
@@ -34,6 +34,12 @@ class FleetPlan:
     # Boards of one purchase differ: the slowest computes at 1 / spread of the fastest's rate.
     spread: float = 1.5
     store_bytes_per_s: float = 110e6
+    # Of each board by itself, in place of ``n_nodes`` and ``spread``.
+    each: tuple[BoardRates, ...] = ()
+
+    def board_rates(self, seed: int) -> list[BoardRates]:
+        rng = random.Random(seed)  # noqa: S311 - a simulation, not a secret
+        return list(self.each) or [self.rates.scaled(self.spread ** -rng.random()) for _ in range(self.n_nodes)]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -81,17 +87,18 @@ class _Session:
 class Planner:
     """One run of one trace under one rule."""
 
-    def __init__(self, fleet: FleetPlan, sessions: Sequence[SessionPlan], rule: Rule, seed: int = 0) -> None:
-        rng = random.Random(seed)  # noqa: S311 - a simulation, not a secret
+    def __init__(
+        self, fleet: FleetPlan, sessions: Sequence[SessionPlan], rule: Rule, seed: int = 0,
+        make_board: Callable[[str, BoardRates, SharedStore], ModelBoard] = ModelBoard,
+    ) -> None:  # fmt: skip
         self.store = SharedStore(fleet.store_bytes_per_s)
         self.boards: list[ModelBoard] = []
         self.nodes: list[Node] = []
         self.forecasts = Forecasts()
         self.now_s = 0.0
         self.outcome = Outcome()
-        for number in range(fleet.n_nodes):
-            rates = fleet.rates.scaled(fleet.spread ** -rng.random())
-            board = ModelBoard(f"n{number:04}", rates, self.store)
+        for number, rates in enumerate(fleet.board_rates(seed)):
+            board = make_board(f"n{number:04}", rates, self.store)
             self.boards.append(board)
             self.nodes.append(
                 Node(
