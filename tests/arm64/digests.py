@@ -19,6 +19,7 @@ from kvferry.engine.files.open_model import open_model
 from kvferry.engine.kernels.compile_cache import compile_cache
 from kvferry.engine.kernels.kv_read import read_tiles
 from kvferry.engine.kv_cache import KvKind
+from kvferry.engine.memory import aligned_empty
 from kvferry.engine.packing import pack_model
 from kvferry.engine.sampling import SamplingSettings, sample
 
@@ -66,7 +67,7 @@ def block_of(n_bytes: int) -> np.ndarray:
 
 def is_taken(n_bytes: int, digest: str) -> bool:
     """Whether a restore takes a block of a file for the one that has this digest."""
-    memory, first = np.zeros(n_bytes, np.uint8), np.zeros(1, np.int32)
+    memory, first = aligned_empty(n_bytes), np.zeros(1, np.int32)
     expected = np.frombuffer(bytes.fromhex(digest), np.uint8).copy()
     with tempfile.TemporaryFile() as file:
         file.write(block_of(n_bytes).tobytes())

@@ -17,6 +17,7 @@ from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.payload import Kind, MemoryPlanes
 from kvferry.store.publish import create_temp, write_q8_snapshot
 from kvferry.store.q8 import Q8Rows
+from kvferry.store.seals import EncryptedSeal, KeyedSeal, Seal
 from kvferry.store.segment_file import Terms, open_segment
 from kvferry.store.snapshot_store import SnapshotStore
 
@@ -113,14 +114,24 @@ class OneCallerSystem(PosixFileSystem):
 class Cache:
     """A cache of a kind with one filled sequence, and a store for it."""
 
-    def __init__(self, root: Path, cache_kind: KvKind, kind: Kind, version: int = 3) -> None:
+    def __init__(self, root: Path, cache_kind: KvKind, kind: Kind, version: int = 3, seal: Seal | None = None) -> None:
         self.shape = KvGeometry(3, 2, 32, kind=cache_kind)
         self.geometry = geometry.KvGeometry(3, 2, 32)
         self.pool = KvPool(self.shape, 16 * self.shape.block_bytes)
         self.fs = OneCallerSystem()
         self.kind = kind
         self.store = SnapshotStore(
-            root, "feed", self.geometry, 1024, 1 << 30, 100, "node-1", version=version, kind=kind, fs=self.fs
+            root,
+            "feed",
+            self.geometry,
+            1024,
+            1 << 30,
+            100,
+            "node-1",
+            version=version,
+            kind=kind,
+            fs=self.fs,
+            seal=seal,
         )
         self.source = KvSequence(self.pool)
         random = np.random.default_rng(5)
@@ -175,6 +186,26 @@ def test_damage_is_noticed_in_place(tmp_path, cache_kind, kind):
     assert cache.store.restore_usable(cache.store.find(IDS), N, SequenceRows(cache.pool, sequence, N)) == 64
     sequence.commit(64)
     assert cache.planes(sequence, 64) == cache.planes(cache.source, 64)
+
+
+@pytest.mark.parametrize("seal", [KeyedSeal, EncryptedSeal])
+@pytest.mark.parametrize(("cache_kind", "kind"), KINDS)
+def test_blocks_sealed_with_a_key_come_back_as_they_were_up_to_a_damaged_one(tmp_path, cache_kind, kind, seal):
+    cache = Cache(tmp_path, cache_kind, kind, seal=seal(b"k" * 32))
+    info = cache.store.publish(IDS, SequenceRows(cache.pool, cache.source))
+    restored = cache.restore(N)
+    assert cache.planes(restored, N) == cache.planes(cache.source, N)
+    restored.release()
+    path = cache.store.path / info.name
+    with open_segment(cache.fs, path, Terms(kind=kind, seal=seal(b"k" * 32))) as file:
+        at = file.extent.block_offset(2, 1) + 5
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    sequence = KvSequence(cache.pool)
+    assert cache.store.restore_usable(cache.store.find(IDS), N, SequenceRows(cache.pool, sequence, N)) == 32
+    sequence.commit(32)
+    assert cache.planes(sequence, 32) == cache.planes(cache.source, 32)
 
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
