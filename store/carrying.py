@@ -6,16 +6,18 @@ every row of it before they use one, as of any other file.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from uuid import uuid4
 
 from kvferry.store import names
-from kvferry.store.errors import StoreMisuse, os_errors_mapped
+from kvferry.store.directory import StoreDirectory
+from kvferry.store.errors import StoreMisuse
 from kvferry.store.folder import look, model_folders
+from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import TokenIds
 from kvferry.store.place import StorePlace
+from kvferry.store.publish import create_temp, publish
 from kvferry.store.segment_file import Terms
 from kvferry.store.vlkv3 import ContentSpan
 
@@ -31,7 +33,8 @@ def rows_of(place: StorePlace, token_ids: TokenIds, spans: Sequence[ContentSpan]
     fs, root, seal = place.open()
     found = []
     for path in model_folders(fs, root):
-        chains = look(fs, path, Terms(geometry=None, vocab_size=None, seal=seal)).chains
+        own_seal = seal.for_tenant(names.digest_in_folder(path.absolute().name))
+        chains = look(fs, path, Terms(geometry=None, vocab_size=None, seal=own_seal)).chains
         found += [path / s.name for s in sorted(chains.along(token_ids, spans), key=lambda s: (s.start, s.name))]
     return found
 
@@ -42,28 +45,21 @@ def adopt(
 ) -> bool:  # fmt: skip
     """Writes a file of another store into the model's folder of this one; False when it is there already.
 
-    Raises StoreMisuse for names that no store gives, StoreUnavailable.
+    Raises StoreMisuse for names that no store gives, StoreFull, StoreUnavailable, also when more or fewer bytes came.
     """
     names.check_snapshot(name)
     if not names.is_fingerprint(folder):
         raise StoreMisuse(f"{folder[:80]!r} is no model's folder", op="import", path=name)
     directory = local_folder(place) / folder
     target = directory / name
-    temporary = directory / names.temp_name(name, NODE_ID, unique(), n_bytes)
-    with os_errors_mapped("import", target):
-        if target.exists():
-            return False
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("xb") as file:
-                for chunk in chunks:
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    return True
+    if target.exists():
+        return False
+    fs = PosixFileSystem()
+    StoreDirectory(fs, directory.parent, folder, NODE_ID, unique).make()
+    with create_temp(fs, directory / names.temp_name(name, NODE_ID, unique(), n_bytes)) as temp:
+        for chunk in chunks:
+            temp.write([memoryview(chunk)])
+        return publish(fs, temp.path, target, temp.finish(n_bytes), confirm=lambda: None) == "published"
 
 
 def local_folder(place: StorePlace) -> Path:

@@ -21,14 +21,32 @@ store_option = click.option("--store", metavar="DIR", help="The cluster's snapsh
 @coordinator_option
 @click.option("--rows", is_flag=True, help="Its snapshots as well, which can be large; needs --store.")
 @store_option
+@click.option(
+    "--store-key-file",
+    "key_file",
+    type=click.Path(path_type=Path),
+    envvar="KVFERRY_STORE_KEY_FILE",
+    show_envvar=True,
+    help="The fleet's key, where the nodes have one: without it none of their rows is found.",
+)
+@click.option("--store-encrypted", "encrypted", is_flag=True, help="The files are encrypted with that key.")
 @json_option
-def export_session(session_id: str, file: Path, coordinator: str, rows: bool, store: str | None, as_json: bool) -> None:
+def export_session(
+    session_id: str,
+    file: Path,
+    coordinator: str,
+    rows: bool,
+    store: str | None,
+    key_file: Path | None,
+    encrypted: bool,
+    as_json: bool,
+) -> None:
     """Write a conversation to FILE, for another cluster."""
     if rows and store is None:
         raise click.UsageError("--rows needs --store DIR, the folder that the nodes share.")
     with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
         session = client.session(session_id).export()
-    paths = _rows_of(session, store) if rows and store is not None else []
+    paths = _rows_of(session, store, key_file, encrypted) if rows and store is not None else []
     try:
         n_rows = write_session_file(file, session.data, paths)
     except OSError as error:
@@ -61,7 +79,7 @@ def import_session(file: Path, coordinator: str, name: str | None, store: str | 
         click.echo(f"rows are not imported: {why_not}; they are computed anew", err=True)
 
 
-def _rows_of(session: ExportedSession, store: str) -> list[Path]:
+def _rows_of(session: ExportedSession, store: str, key_file: Path | None, encrypted: bool) -> list[Path]:
     import numpy as np  # neither it nor the store is needed by those who carry no rows
 
     from kvferry.store.carrying import rows_of
@@ -69,7 +87,7 @@ def _rows_of(session: ExportedSession, store: str) -> list[Path]:
     from kvferry.store.vlkv3 import ContentSpan
 
     spans = [ContentSpan(*span) for span in session.pictures]
-    return rows_of(StorePlace(store), np.array(session.token_ids, np.int32), spans)
+    return rows_of(StorePlace(store, key_file, encrypted), np.array(session.token_ids, np.int32), spans)
 
 
 def _take_in(found: SessionFile, store: str | None, fingerprints: set[str]) -> tuple[int, str]:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from kvferry.client.session_file import write_session_file
 from kvferry.proto.v1 import chat_pb2
+from kvferry.store.geometry import KvGeometry
+from kvferry.store.memory_rows import MemoryRows
+from kvferry.store.place import StorePlace
+from kvferry.store.snapshot_store import SnapshotStore
 
 from .scripted_coordinator import finished, started
 from .test_cli import kvferry
@@ -20,6 +26,21 @@ async def test_a_session_goes_through_a_file(coordinator, env, tmp_path):
     imported = coordinator.calls[-1]
     assert (imported.session_id, imported.session.session_id) == ("yours", "mine")
     assert list(imported.session.turns[0].prompt_ids) == [1, 2]
+
+
+@pytest.mark.parametrize("tenant", ["", "acme"])
+async def test_sealed_rows_are_exported_with_the_fleets_key(coordinator, env, tmp_path, tenant):
+    key, root = tmp_path / "key", tmp_path / "store"
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o600)
+    geometry = KvGeometry(1, 1, 2)
+    store = SnapshotStore(
+        root, "feed", geometry, 1024, 1 << 30, 10, "n", version=3, seal=StorePlace("", key).seal(), tenant=tenant
+    )
+    store.publish([1, 2], MemoryRows.empty(geometry, 2))
+    command = ("sessions", "export", "mine", str(tmp_path / "s.kvs"), "--rows", "--store", str(root))
+    code, out, err = await kvferry(*command, "--store-key-file", str(key), **env)
+    assert (code, out.endswith("3 tokens, 1 files of rows\n")) == (0, True), (out, err)
 
 
 async def test_rows_of_another_fingerprint_are_left_out_with_a_word(coordinator, env, tmp_path):
