@@ -12,6 +12,8 @@ from kvferry.client import Client
 from kvferry.gateway import sse
 from kvferry.gateway.errors import ApiError
 
+pytestmark = pytest.mark.alone  # a node is killed in mid-answer, within a second
+
 BODY = {
     "messages": [{"role": "user", "content": "Tell a long story of a ferry and its captain."}],
     "max_tokens": 48,
