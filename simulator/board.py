@@ -135,7 +135,8 @@ class Board:
             self._tasks.append(self._spawn(self._admit(request, stream)))
 
     def hang_up(self, stream: Stream) -> None:
-        """The coordinator cancelled the call."""
+        """The coordinator cancelled the call; on one connection that cannot overtake the call itself."""
+        stream.is_hung_up = True
         for run in [r for r in self.runs if r.stream is stream]:
             self._end(run, None)
 
@@ -146,6 +147,8 @@ class Board:
 
     async def _admit(self, request: worker_pb2.RunTurnRequest, stream: Stream) -> None:
         await self._work(0.0)
+        if stream.is_hung_up:
+            return
         try:
             self._fence.admit(
                 request.session_id, request.epoch, request.coordinator_generation, self._now(),

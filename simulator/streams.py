@@ -20,6 +20,8 @@ class Stream:
 
     def __init__(self, network: Network, node: str, coordinator: str, reorders: Callable[[], bool]) -> None:
         self.is_closed = False
+        # The node has heard that the call is cancelled.
+        self.is_hung_up = False
         self.duplicated = False
         self._network = network
         self._ends = node, coordinator
