@@ -160,11 +160,12 @@ def prefills_after(
     pace = drag if beside_decodes else 1.0
     n_left = len(prefills_s)
     for prefill_s in sorted(prefills_s):
-        step_s = min((prefill_s - done_s) * n_left * pace, seconds)
-        done_s += step_s / n_left / pace
-        seconds -= step_s
-        if seconds <= 0:
+        step_s = (prefill_s - done_s) * n_left * pace
+        if step_s > seconds:
+            done_s += seconds / n_left / pace
             break
+        done_s = prefill_s  # exactly: what is done leaves nothing over
+        seconds -= step_s
         n_left -= 1
         pace = drag
     return tuple(max(0.0, prefill_s - done_s) for prefill_s in prefills_s)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.coordinator.backlog import Ahead, Backlog, prefill_ends, prefills_after
@@ -172,6 +172,7 @@ def test_a_prefill_that_ends_drags_those_that_go_on() -> None:
 
 
 @given(st.lists(st.floats(0.01, 9.0), min_size=1, max_size=6), st.floats(1.0, 4.0), st.booleans(), st.floats(0.0, 40.0))
+@example(prefills_s=[1.4426950408889634, 8.618118565128189], drag=2.5, beside_decodes=False, seconds=21.0)
 def test_what_is_left_ends_when_it_was_foreseen(
     prefills_s: list[float], drag: float, beside_decodes: bool, seconds: float
 ) -> None:

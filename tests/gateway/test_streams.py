@@ -58,7 +58,7 @@ def test_a_node_killed_in_mid_answer_is_invisible_to_the_official_client(cluster
         texts.append(chunk.choices[0].delta.content or "")
         if len(texts) == 12:
             with Client(cluster.address) as direct:
-                killed = next(node.node_id for node in direct.nodes() if node.n_running)
+                killed = direct.session(f"{chunk.id}.0").details().turns[-1].placements[-1].node_id
             cluster.kill_node(killed)
         last_id = chunk.id
     assert killed is not None
