@@ -75,7 +75,7 @@ class SequenceRows:
                 self._pool.address + layer * self._tile_bytes,
                 self._stride,
                 blocks,
-                np.frombuffer(digests, np.uint8),
+                np.frombuffer(digests.toreadonly(), np.uint8),
                 n_tiles,
                 self._tile_bytes // n_tiles,
                 self._n_values,

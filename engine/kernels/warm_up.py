@@ -39,7 +39,8 @@ def compile_all() -> None:
         tiles, rows = types.Array(element, 5, "C"), types.Array(element, 2, "C")
         for copy in (kv_copy.rows_to_tiles, kv_copy.tiles_to_rows):
             copy.compile((tiles, _INT, table, _INT, rows, rows, scales, _INT))
-    kv_read.read_tiles.compile((_INT,) * 4 + (table, types.Array(types.uint8, 1, "C")) + (_INT,) * 3)
+    digests = types.Array(types.uint8, 1, "C", readonly=True)
+    kv_read.read_tiles.compile((_INT,) * 4 + (table, digests) + (_INT,) * 3)
     tiles = types.Array(types.uint32, 5, "C")
     kv_read.read_rows.compile((_INT,) * 4 + (tiles, _INT, table, _INT, _INT))
     vision.quantise_rows.compile((_INT,) * 4)

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.engine.kernels import kv_copy, kv_read
+from kvferry.engine.kernels.warm_up import compile_all
 from kvferry.engine.kv_cache import KvGeometry, KvKind, KvPool, KvSequence
 from kvferry.node.sequence_rows import SequenceRows
 from kvferry.store import geometry, reader, vlkv
@@ -156,6 +158,18 @@ class Cache:
         assert self.store.restore_usable(match, n, SequenceRows(self.pool, sequence, n)) == n
         sequence.commit(n)
         return sequence
+
+
+@pytest.mark.parametrize(("version", "cache_kind", "kind"), [(1, KvKind.F32, Kind.F32), *((3, *k) for k in KINDS)])
+def test_a_nodes_first_save_and_restore_wait_for_no_compiler(tmp_path, version, cache_kind, kind):
+    """A kernel called otherwise than it was compiled is compiled again: the store seems to hang for those seconds."""
+    compile_all()
+    kernels = (kv_copy.rows_to_tiles, kv_copy.tiles_to_rows, kv_read.read_tiles, kv_read.read_rows)
+    compiled = [set(kernel.signatures) for kernel in kernels]
+    cache = Cache(tmp_path, cache_kind, kind, version)
+    cache.store.publish(IDS, SequenceRows(cache.pool, cache.source))
+    cache.restore(N - 1)
+    assert [set(kernel.signatures) for kernel in kernels] == compiled
 
 
 @pytest.mark.parametrize(("cache_kind", "kind"), KINDS)
