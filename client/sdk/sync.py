@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar, Unpack
+from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 from kvferry.client.sdk.aio import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncSession, new_uuid
 from kvferry.client.sdk.events import TurnEvent
@@ -34,6 +35,44 @@ JOIN_S: Final = 10.0
 """Closing a channel takes milliseconds; a loop that is still busy after this is abandoned with its daemon thread."""
 
 
+class _Call(Generic[T]):
+    """A coroutine that runs in the loop of another thread. An interrupt may come at any instruction of ours, also
+    between handing it over and knowing that it was."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.result: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._ended = threading.Event()
+        self._coroutine = coroutine
+        self._task: asyncio.Task[T] | None = None
+
+    def begin(self) -> None:
+        """In the loop."""
+        self._task = asyncio.get_running_loop().create_task(self._coroutine)
+        self._task.add_done_callback(self._tell)
+
+    def cancel(self) -> None:
+        """In the loop."""
+        if self._task is None:  # it was never handed over
+            self._coroutine.close()
+            self._ended.set()
+        else:
+            self._task.cancel()
+
+    def wait_ended(self) -> None:
+        """What was cancelled may have to be cleaned up before anything else is asked of the same stream."""
+        self._ended.wait(JOIN_S)
+
+    def _tell(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.result.cancel()
+            self.result.set_running_or_notify_cancel()
+        elif (error := task.exception()) is not None:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(task.result())
+        self._ended.set()
+
+
 class _LoopThread:
     """An event loop that other threads hand coroutines to."""
 
@@ -44,11 +83,14 @@ class _LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Waits for the coroutine; an interrupt of the waiting thread cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        call = _Call(coroutine)
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(call.begin)
+            return call.result.result()
         except BaseException:
-            future.cancel()
+            if not call.result.done():
+                self._loop.call_soon_threadsafe(call.cancel)
+                call.wait_ended()
             raise
 
     @property

@@ -49,7 +49,7 @@ def test_a_life_from_loading_to_drained(tmp_path: Path, smollm2_path: Path, prom
         # the default back-off of a second would sleep through the loading
         grpc.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel,
     ):
-        grpc.channel_ready_future(channel).result(20)
+        grpc.channel_ready_future(channel).result(60)
         health = health_pb2_grpc.HealthStub(channel)
         seen = [health.Check(health_pb2.HealthCheckRequest(), timeout=5).status]
         node = RunningNode(process.process, "", process.log_path, channel)
