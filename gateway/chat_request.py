@@ -13,6 +13,7 @@ from kvferry.gateway.parameters import (
     FunctionTool,
     ReasoningEffort,
     SamplingFields,
+    ToolMode,
     answer_form,
     output_format,
     stops_of,
@@ -41,6 +42,11 @@ class NamedTool(BaseModel):
 
     type: Literal["function"] = "function"
     function: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return self.function.name
 
 
 class ResponseFormat(BaseModel):
@@ -75,7 +81,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     response_format: ResponseFormat | None = None
     tools: list[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolMode | NamedTool | None = None
     reasoning_effort: ReasoningEffort | None = None
 
     @property
@@ -104,15 +110,8 @@ class ChatRequest(SamplingFields):
     def form(self) -> AnswerForm:
         """Tools, thinking and format of the answer."""
         tools = [tool.function for tool in self.tools or ()]
-        must_call: bool | str | None = False
-        if self.tool_choice == "none":
-            must_call = None
-        elif self.tool_choice == "required":
-            must_call = True
-        elif isinstance(self.tool_choice, NamedTool):
-            must_call = self.tool_choice.function.name
         output = None
         if self.response_format is not None:
             schema = (self.response_format.json_schema or {}).get("schema")
             output = output_format(self.response_format.type, schema, "response_format")
-        return answer_form(tools, must_call, output, self.reasoning_effort)
+        return answer_form(tools, self.tool_choice, output, self.reasoning_effort)

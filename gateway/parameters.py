@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -100,13 +100,33 @@ def thinking_of(effort: ReasoningEffort | None) -> bool | None:
     return None if effort is None else effort not in {"none", "minimal"}
 
 
+ToolMode = Literal["none", "auto", "required"]
+
+
+class NamesTool(Protocol):
+    """A choice of one tool."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def must_call_of(choice: ToolMode | NamesTool | None) -> bool | str | None:
+    """Whether a tool, or which one, has to be called; None: none may be."""
+    if choice is None or choice == "auto":
+        return False
+    if choice == "none":
+        return None
+    return True if isinstance(choice, str) else choice.name
+
+
 def answer_form(
     tools: Sequence[FunctionTool],
-    must_call: bool | str | None,
+    choice: ToolMode | NamesTool | None,
     output: OutputFormat | None,
     effort: ReasoningEffort | None,
 ) -> AnswerForm:
-    """`must_call` None: no tool may be called, so none is told."""
+    """Where no tool may be called, none is told. Raises ApiError for a choice that the tools do not allow."""
+    must_call = must_call_of(choice)
     if isinstance(must_call, str) and must_call not in {tool.name for tool in tools}:
         raise invalid(f"tool_choice names {must_call}, which is none of the tools", "tool_choice")
     if must_call is True and not tools:

@@ -10,7 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvferry.client import AnswerForm, Message
 from kvferry.gateway.errors import invalid, unsupported
 from kvferry.gateway.messages import ROLES, Part, read_content, tool_call
-from kvferry.gateway.parameters import FunctionTool, ReasoningEffort, SamplingFields, answer_form, output_format
+from kvferry.gateway.parameters import (
+    FunctionTool,
+    ReasoningEffort,
+    SamplingFields,
+    ToolMode,
+    answer_form,
+    output_format,
+)
 
 
 class Item(BaseModel):
@@ -80,7 +87,7 @@ class ResponseRequest(SamplingFields):
     include: list[str] | None = None
     text: TextOptions = TextOptions()
     tools: list[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolMode | NamedTool | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
@@ -109,16 +116,9 @@ class ResponseRequest(SamplingFields):
 
     def form(self) -> AnswerForm:
         """Tools, thinking and format of the answer."""
-        must_call: bool | str | None = False
-        if self.tool_choice == "none":
-            must_call = None
-        elif self.tool_choice == "required":
-            must_call = True
-        elif isinstance(self.tool_choice, NamedTool):
-            must_call = self.tool_choice.name
         output = output_format(self.text.format.type, self.text.format.json_schema, "text.format")
         effort = None if self.reasoning is None else self.reasoning.effort
-        return answer_form(self.tools or (), must_call, output, effort)
+        return answer_form(self.tools or (), self.tool_choice, output, effort)
 
 
 def _messages_of(items: Sequence[Item]) -> list[Message]:
