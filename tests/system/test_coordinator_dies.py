@@ -16,7 +16,7 @@ from .rig import Strike, options, placed_on, question
 pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
 
 
-@pytest.mark.parametrize(("number", "after_token"), [(0, 0), (0, 20), (1, 1), (1, 56)])
+@pytest.mark.parametrize(("number", "after_token"), [(0, 0), (0, 20), (1, 1), (1, 63)])
 def test_killed_in_an_answer_the_client_resumes_the_same_stream(cluster, control, number, after_token):
     def restart(_node_id: str) -> None:
         cluster.kill_coordinator()
