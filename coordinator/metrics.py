@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from kvferry.coordinator.turn import Turn
 from kvferry.proto.v1 import chat_pb2
-from kvferry.telemetry.families import PREFIX, counter, gauge, info, labelled, of_message, of_messages
+from kvferry.telemetry.families import PREFIX, counter, gauge, info, labelled, of_message, of_messages, value
 from kvferry.telemetry.loop_lag import LoopLag
 
 SCRAPE_SECONDS: Final = 5.0
@@ -47,15 +47,34 @@ OF_NODE: Final = (
 
 NODE_LABELS: Final = {"node": "node_id"}
 
+REASONS: Final = ("resident", "stored", "only_node", "soonest", "failover")
+"""What spoke for a placement's node; docs/metrics.md says what each means."""
+
+
+def reason_of(placement: chat_pb2.Placement, *, is_first: bool) -> str:
+    """The first of REASONS that holds, from the last one on: whatever else spoke for it, a failover is one."""
+    chosen = next((candidate for candidate in placement.candidates if candidate.chosen), None)
+    if not is_first:
+        return "failover"
+    if chosen is not None and chosen.n_resident and not chosen.n_restored:
+        return "resident"
+    if chosen is not None and chosen.n_restored:
+        return "stored"
+    return "only_node" if placement.n_candidates == 1 else "soonest"
+
 
 class CoordinatorMetrics(Collector):
     """Made in the event loop that runs `status` and `turn_finished`; `collect` is called by any other thread."""
 
     def __init__(
-        self, status: Callable[[], Coroutine[None, None, chat_pb2.GetStatusResponse]], loop_lag: LoopLag
+        self,
+        status: Callable[[], Coroutine[None, None, chat_pb2.GetStatusResponse]],
+        n_waiting: Callable[[], int],
+        loop_lag: LoopLag,
     ) -> None:
         own = self._registry = CollectorRegistry()
         self._status = status
+        self._n_waiting = n_waiting
         self._loop_lag = loop_lag
         self._loop = asyncio.get_running_loop()
         self._turns = Counter(f"{PREFIX}_turns", "Turns by how they ended.", ["reason"], registry=own)
@@ -83,6 +102,15 @@ class CoordinatorMetrics(Collector):
         self._dropped = Counter(
             f"{PREFIX}_tokens_dropped", "Tokens a node sent that a client has or that came too late.", registry=own
         )
+        self._missing = Counter(f"{PREFIX}_tokens_lost", "Tokens of answers that no event brought.", registry=own)
+        self._doubled = Counter(
+            f"{PREFIX}_tokens_duplicated", "Tokens of answers that several events brought.", registry=own
+        )
+        self._reasons = Counter(
+            f"{PREFIX}_placement_reasons", "Placements by what spoke for the node.", ["reason"], registry=own
+        )
+        for reason in REASONS:
+            self._reasons.labels(reason)
         self._placed = Counter(f"{PREFIX}_placements", "Placements by node.", ["node"], registry=own)
         self._lost = Counter(
             f"{PREFIX}_placements_lost", "Placements that ended before their answer, by cause.", ["cause"], registry=own
@@ -102,14 +130,23 @@ class CoordinatorMetrics(Collector):
             self._per_token.observe(turn.decode_seconds / (len(outcome.answer_ids) - 1))
         if outcome.longest_pause_seconds:
             self._pause.observe(outcome.longest_pause_seconds)
+        self._audit(turn)
         self._count_placements(turn.placements)
         for event in turn.events:
             if event.HasField("node_lost"):
                 self._lost.labels(event.node_lost.cause).inc()
 
+    def _audit(self, turn: Turn) -> None:
+        """What subscribers were shown, counted anew: the promise that it is each token once is kept elsewhere."""
+        shown = [event.sequence for event in turn.events if event.HasField("token")]
+        n_different = len(set(shown))
+        self._doubled.inc(len(shown) - n_different)
+        self._missing.inc(max(len(turn.answer_ids) - n_different, 0))
+
     def _count_placements(self, placements: Iterable[chat_pb2.Placement]) -> None:
-        for placement in placements:
+        for number, placement in enumerate(placements):
             self._placed.labels(placement.node_id).inc()
+            self._reasons.labels(reason_of(placement, is_first=number == 0)).inc()
             self._prompt.labels("resident").inc(placement.prefix.n_resident)
             self._prompt.labels("restored").inc(placement.prefix.n_restored)
             self._prompt.labels("computed").inc(placement.prefix.n_computed)
@@ -131,6 +168,7 @@ class CoordinatorMetrics(Collector):
             {"id": status.coordinator_id, "version": status.version, "model": status.model},
         )
         yield from of_message(status, OF_CLUSTER)
+        yield value("turns_waiting", "Turns of this coordinator that no node has at the moment.", self._n_waiting())
         yield from of_messages(status.nodes, OF_NODE, NODE_LABELS)
         n_of_state = {}
         for number, name in chat_pb2.NodeState.items():

@@ -33,7 +33,7 @@ from kvferry.coordinator.snapshots import SnapshotView, check_store
 from kvferry.coordinator.surroundings import Surroundings
 from kvferry.coordinator.tasks import Background
 from kvferry.coordinator.transport import GrpcTransport
-from kvferry.coordinator.turn import TurnPolicy
+from kvferry.coordinator.turn import Phase, TurnPolicy
 from kvferry.coordinator.turns import Turns
 from kvferry.proto.address import parse_address, why_not_listen
 from kvferry.proto.channel import server_options
@@ -41,6 +41,7 @@ from kvferry.proto.malformed import MalformedRefused
 from kvferry.proto.ready_file import write_ready_file
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from kvferry.telemetry.exposition import Exposition
+from kvferry.telemetry.host import HostMetrics
 from kvferry.telemetry.loop_lag import LoopLag
 
 logger = logging.getLogger(__name__)
@@ -113,11 +114,11 @@ async def serve(
     )  # fmt: skip
     chat_pb2_grpc.add_ChatServiceServicer_to_server(chat, server)
     loop_lag = LoopLag(clock)
-    metrics = CoordinatorMetrics(chat.status, loop_lag)
+    metrics = CoordinatorMetrics(chat.status, lambda: n_waiting(turns), loop_lag)
     turns.on_finished = metrics.turn_finished
     forgetting = Forgetting(registry, snapshots, settings.sharing, wall_ms)
     turns.on_deleted = forgetting.deleted
-    exposition = Exposition(settings.metrics, metrics)
+    exposition = Exposition(settings.metrics, metrics, HostMetrics("coordinator"))
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(
         FleetService(
             fleet=fleet, snapshots=snapshots, generation=registry.generation, instance_id=registry.instance_id,
@@ -152,6 +153,12 @@ async def serve(
         await transport.close()
         await peers.close()
         snapshots.stop()
+
+
+def n_waiting(turns: Turns) -> int:
+    """Turns that no node has; any thread: a turn that ends meanwhile counts or does not."""
+    live = [turns.live_turn(*key) for key in turns.open_keys()]
+    return sum(turn is not None and turn.phase is Phase.WAITING for turn in live)
 
 
 def grace_seconds(settings: CoordinatorSettings, fleet: Fleet, *, is_new: bool) -> float:

@@ -9,6 +9,7 @@ from typing import Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -18,6 +19,7 @@ from kvferry.gateway.chat import chat_completions
 from kvferry.gateway.context import Context, context_of
 from kvferry.gateway.dashboard import api as dashboard
 from kvferry.gateway.errors import ApiError, api_error_of
+from kvferry.gateway.metrics import Counted, GatewayMetrics
 from kvferry.gateway.responses import cancel_response, create_response, delete_response, get_response
 
 log = logging.getLogger(__name__)
@@ -65,10 +67,12 @@ async def health(request: Request) -> Response:
 def create_app(make_context: Callable[[], Context]) -> Starlette:
     """`make_context` is called in the event loop that serves."""
 
+    metrics = GatewayMetrics()
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         context = make_context()
-        async with context.client:
+        async with context.client, metrics.measuring():
             app.state.context = context
             yield
             context.stop()
@@ -79,6 +83,7 @@ def create_app(make_context: Callable[[], Context]) -> Starlette:
         Route("/v1/models/{model:path}", get_model),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/health", health),
+        Route("/metrics", metrics.answer),
     ]
     routes += dashboard.ROUTES
     handlers: Mapping[type[Exception], Callable[[Request, Exception], Response]] = {
@@ -87,7 +92,8 @@ def create_app(make_context: Callable[[], Context]) -> Starlette:
         HTTPException: _on_http_error,
         Exception: _on_bug,
     }
-    return Starlette(routes=routes, exception_handlers=dict(handlers), lifespan=lifespan)
+    counted = Middleware(Counted, metrics=metrics, routes=routes)
+    return Starlette(routes=routes, middleware=[counted], exception_handlers=dict(handlers), lifespan=lifespan)
 
 
 def _answer(error: ApiError) -> Response:

@@ -32,7 +32,7 @@ from kvferry.node.core import NodeCore
 from kvferry.node.engine_thread import EngineThread
 from kvferry.node.errors import StoreMisconfigured
 from kvferry.node.io_threads import IoThreads
-from kvferry.node.messages import LookDone
+from kvferry.node.messages import LookDone, StoreDone
 from kvferry.node.ports import CoreLimits
 from kvferry.node.rules import Rules
 from kvferry.node.speculating import make_speculator
@@ -57,10 +57,15 @@ WARM_UP_ROWS = (1, 33)
 
 
 def load_serving(
-    config: NodeConfig, loop: asyncio.AbstractEventLoop, boot_id: str, version: str, on_fatal: Callable[[], None]
+    config: NodeConfig,
+    loop: asyncio.AbstractEventLoop,
+    boot_id: str,
+    version: str,
+    on_fatal: Callable[[], None],
+    on_store_done: Callable[[StoreDone], None] = lambda _: None,
 ) -> Serving:
     """Everything but starting the engine thread. Raises EngineError (SelfTestFailed where the bits are wrong),
-    StoreMisconfigured."""
+    StoreMisconfigured. ``on_store_done`` is told what the I/O threads have done, on these threads."""
     path = resolve_model(config.model)
     if config.store_place is not None:
         check_store(config.store_place, config.store_stall_seconds)
@@ -83,11 +88,16 @@ def load_serving(
     threads: list[EngineThread] = []
     io = None
     vision = _vision_thread(config, engine, lambda done: threads[0].send(done))  # noqa: PLW0108 - the thread is made below
+
+    def deliver(done: StoreDone) -> None:
+        on_store_done(done)
+        threads[0].send(done)
+
     if config.store is not None:
         io = IoThreads(
             open_store=partial(open_store, config, engine, _write_budget(config), Pins()),
             new_sequence=engine.new_sequence,
-            deliver=lambda done: threads[0].send(done),  # noqa: PLW0108 - the thread is made below
+            deliver=deliver,
             stall_seconds=config.store_stall_seconds,
             pool=engine.pool,
         )

@@ -218,6 +218,8 @@ class PublishDone:
     error: Exception | None = None
 
 
+StoreDone = RestoreDone | PublishDone
+
 Command = (
     BeginTurn
     | StopRun

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvferry.node.state import NodeState
-from kvferry.telemetry.families import counter, gauge, info, labelled, of_message, value
-
-THERMAL: Final = Path("/sys/class/thermal")
+from kvferry.proto.v1 import common_pb2
+from kvferry.telemetry.families import counter, gauge, info, labelled, labelled_counter, of_message, value
 
 OF_LOAD: Final = (
     gauge("n_running", "turns_running", "Turns in the batch."),
@@ -22,6 +20,7 @@ OF_LOAD: Final = (
     gauge("kv_bytes_budget", "kv_cache_bytes_budget", "K/V memory that there is."),
     counter("rows_prefilled", "prefill_tokens", "Prompt tokens whose rows were computed."),
     counter("tokens_generated", "generated_tokens", "Tokens drawn."),
+    counter("prompts_covered", "prompts_covered", "Turns whose first token needed no forward pass."),
     counter("engine_steps", "engine_steps", "Forward passes."),
     gauge("stalled_seconds", "engine_stalled_seconds", "Since the engine last finished a step while it had work."),
     gauge("prefill_tokens_per_second", "prefill_tokens_per_second", "Latest rate."),
@@ -37,14 +36,28 @@ OF_LOAD: Final = (
     counter("tokens_accepted", "speculated_tokens_accepted", "Those that were right."),
 )
 
+OF_STORE: Final = (
+    counter("bytes_saved", "saved_bytes", "Bytes of snapshots written."),
+    counter("bytes_restored", "restored_bytes", "Bytes of rows read from snapshots."),
+    counter("files_evicted", "store_files_evicted", "Files that this node removed to make room."),
+    counter("files_refused", "store_files_refused", "Files found damaged, forged, or of something else."),
+    counter("files_quarantined", "store_files_quarantined", "Those of them that were put into quarantine."),
+)
+
+SKIPPED: Final = {
+    "no_room": "saves_without_room",
+    "write_budget": "saves_over_write_budget",
+    "not_worth_it": "saves_not_worth_it",
+}
+"""Why a save did not happen, and the field of StoreFigures that counts it."""
+
 
 class NodeMetrics(Collector):
     """Reads what other threads write: single values, each whole. `clock`: seconds that do not jump."""
 
-    def __init__(self, state: NodeState, clock: Callable[[], float] = time.monotonic, thermal: Path = THERMAL) -> None:
+    def __init__(self, state: NodeState, clock: Callable[[], float] = time.monotonic) -> None:
         self._state = state
         self._clock = clock
-        self._thermal = thermal
 
     def collect(self) -> Iterator[Metric]:
         """Nothing of the engine before it has loaded."""
@@ -56,7 +69,12 @@ class NodeMetrics(Collector):
             "event_loop_lag_seconds", "How late the event loop woke in the last half minute.", "quantile",
             self._state.loop_lag.summary().by_quantile(),
         )  # fmt: skip
-        yield labelled("temperature_celsius", "Of a thermal zone.", "zone", self._temperatures())
+        yield labelled_counter(
+            "turns_refused", "Turns that were not admitted, by code.", "code", dict(self._state.refusals)
+        )
+        yield value("turns_queued_limit", "Turns that may wait at once.", self._state.config.max_queued)
+        if (ends_at := self._state.fence.lease_ends_at) is not None:
+            yield value("lease_remaining_seconds", "Until the last lease ends; below 0 it has.", ends_at - now)
         serving = self._state.serving
         if serving is None:
             return
@@ -67,14 +85,16 @@ class NodeMetrics(Collector):
              "fingerprint": identity.fingerprint, "kernel_path": identity.kernel_path},
         )  # fmt: skip
         yield value("resident_sessions", "Sessions with rows in memory.", len(serving.engine.view.resident))
-        yield from of_message(serving.load(now), OF_LOAD)
+        load = serving.load(now)
+        yield from of_message(load, OF_LOAD)
+        if load.HasField("store"):
+            yield from self._of_store(load.store)
 
-    def _temperatures(self) -> dict[str, float]:
-        """Of the board's thermal zones; none where the kernel has none."""
-        found: dict[str, float] = {}
-        for zone in sorted(self._thermal.glob("thermal_zone*")):
-            try:
-                found[(zone / "type").read_text().strip()] = int((zone / "temp").read_text()) / 1000
-            except (OSError, ValueError):  # a sensor that is asleep
-                continue
-        return found
+    def _of_store(self, figures: common_pb2.StoreFigures) -> Iterator[Metric]:
+        yield from of_message(figures, OF_STORE)
+        skipped = {reason: float(getattr(figures, field)) for reason, field in SKIPPED.items()}
+        yield labelled_counter("saves_skipped", "Saves that did not happen, by reason.", "reason", skipped)
+        yield value("store_budget_bytes", "Size the store may grow to.", int(self._state.config.store_max_bytes))
+        if figures.HasField("write_budget_left"):
+            yield value("write_budget_left_bytes", "What may still be written in this hour.", figures.write_budget_left)
+        yield from self._state.store_watch.collect()

@@ -33,6 +33,7 @@ from kvferry.proto.malformed import MalformedRefused
 from kvferry.proto.ready_file import write_ready_file
 from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
 from kvferry.telemetry.exposition import Exposition
+from kvferry.telemetry.host import HostMetrics
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Node:
         self._membership_task: asyncio.Task[None] | None = None
         self._lag_task: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[DrainCount] | None = None
-        self._exposition = Exposition(config.metrics, NodeMetrics(self._state))
+        self._exposition = Exposition(config.metrics, NodeMetrics(self._state), HostMetrics("node"))
 
     async def serve(self) -> int:
         """Serve until a signal; returns the exit code. Raises what stands in the way of starting."""
@@ -137,7 +138,8 @@ class Node:
         loop = asyncio.get_running_loop()
         boot_id = uuid.uuid4().hex
         package_version = version("kvferry")
-        return lambda: load_serving(self._config, loop, boot_id, package_version, self._on_engine_failure)
+        note = self._state.store_watch.note
+        return lambda: load_serving(self._config, loop, boot_id, package_version, self._on_engine_failure, note)
 
     async def _open_for_work(self, serving: Serving, address: str) -> None:
         self._state.serving = serving

@@ -78,6 +78,8 @@ def _answered(
         try:
             return await handler(self, request, context)
         except (NodeError, EngineError) as error:
+            if isinstance(request, worker_pb2.RunTurnRequest):
+                self._state.refusals[error.code] += 1
             await _abort(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from kvferry.node.fencing import Fence
 from kvferry.node.io_threads import IoThreads
 from kvferry.node.messages import StoreNews
 from kvferry.node.rules import Rules
+from kvferry.node.store_watch import StoreWatch
 from kvferry.node.turns import Turn
 from kvferry.node.vision_thread import VisionThread
 from kvferry.node.wire import load_message
@@ -74,6 +76,8 @@ class NodeState:
     serving: Serving | None = None
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     loop_lag: LoopLag = field(default_factory=lambda: LoopLag(time.monotonic))
+    store_watch: StoreWatch = field(default_factory=StoreWatch)
+    refusals: Counter[str] = field(default_factory=lambda: Counter({QueueFull.code: 0}))  # of turns, by code
     _turns: dict[int, Turn] = field(default_factory=dict)  # by run id
     _run_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 

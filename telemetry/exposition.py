@@ -20,12 +20,13 @@ class CannotExpose(Exception):
 
 
 class Exposition:
-    """Serves what `collector` collects, from `start` to `stop`. `address`: HOST:PORT; None: nothing is served."""
+    """Serves what `collectors` collect, from `start` to `stop`. `address`: HOST:PORT; None: nothing is served."""
 
-    def __init__(self, address: str | None, collector: Collector) -> None:
+    def __init__(self, address: str | None, *collectors: Collector) -> None:
         self._address = address
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(collector)
+        for collector in collectors:
+            self._registry.register(collector)
         self._stop: Callable[[], None] | None = None
         self.address = ""  # HOST:PORT with the real port, once it serves
 

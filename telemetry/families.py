@@ -71,6 +71,14 @@ def labelled(name: str, meaning: str, label: str, amounts: Mapping[str, float]) 
     return family
 
 
+def labelled_counter(name: str, meaning: str, label: str, amounts: Mapping[str, float]) -> Metric:
+    """How often since the process started, one for each value of a label."""
+    family = CounterMetricFamily(f"{PREFIX}_{name}", meaning, labels=[label])
+    for of, amount in amounts.items():
+        family.add_metric([of], amount)
+    return family
+
+
 def info(name: str, meaning: str, values: Mapping[str, str]) -> Metric:
     """Always 1: what it says is in its labels."""
     family = GaugeMetricFamily(f"{PREFIX}_{name}_info", meaning, labels=list(values))

@@ -6,20 +6,29 @@ import re
 from pathlib import Path
 
 from kvferry.coordinator import metrics as coordinator_metrics
+from kvferry.gateway import metrics as gateway_metrics
 from kvferry.node import metrics as node_metrics
+from kvferry.node import store_watch
+from kvferry.telemetry import host
 
 ROOT = Path(__file__).parents[2]
 
 
 def names_in_code() -> set[str]:
-    fields = (*coordinator_metrics.OF_CLUSTER, *coordinator_metrics.OF_NODE, *node_metrics.OF_LOAD)
+    fields = (
+        *coordinator_metrics.OF_CLUSTER,
+        *coordinator_metrics.OF_NODE,
+        *node_metrics.OF_LOAD,
+        *node_metrics.OF_STORE,
+    )
     names = {field.name + ("_total" if field.kind == "counter" else "") for field in fields}
-    for module in (coordinator_metrics, node_metrics):
+    for module in (coordinator_metrics, node_metrics, store_watch, gateway_metrics, host):
         source = Path(module.__file__).read_text()
         names |= set(re.findall(r"(?:value|labelled)\(\s*\"(\w+)\"", source))
+        names |= {f"{name}_total" for name in re.findall(r"labelled_counter\(\s*\"(\w+)\"", source)}
         names |= {f"{name}_info" for name in re.findall(r"info\(\s*\"(\w+)\"", source)}
         names |= {f"{name}_total" for name in re.findall(r"Counter\(\s*f\"{PREFIX}_(\w+)\"", source)}
-        names |= set(re.findall(r"Histogram\(\s*f\"{PREFIX}_(\w+)\"", source))
+        names |= set(re.findall(r"(?:Histogram|Gauge)\(\s*f\"{PREFIX}_(\w+)\"", source))
     return {f"kvferry_{name}" for name in names}
 
 
