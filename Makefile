@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-all lint format proto bench bench-engine bench-quality bench-serving bench-store bench-resume bench-saving bench-coordinator storm clean
+.PHONY: help setup setup-dev demo test test-all lint format proto docs bench bench-engine bench-quality bench-serving bench-store bench-resume bench-saving bench-coordinator storm clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -65,6 +65,10 @@ format: $(VENV)/.dev ## format and fix what can be fixed
 proto: $(VENV)/.dev ## generate the stubs anew
 	$(BIN)/python -m kvferry.proto.generate
 
+docs: $(VENV)/.dev ## the documentation site, in site/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: bench-engine bench-quality bench-serving bench-store bench-resume bench-saving bench-coordinator ## every benchmark: ratios against a peer in the same run
 
 bench-engine: $(VENV)/.runtime $(VENV)/.bench ## prefill and decode beside llama.cpp
@@ -102,4 +106,4 @@ storm: $(VENV)/.runtime ## 10,000 simulated clusters in the worst weather
 	$(BIN)/kvferry storm --seeds 10000 --processes 2
 
 clean: ## remove what set-up made in this folder
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
