@@ -1,4 +1,5 @@
 """Which processors the engine's threads run on, and how many threads there are: the big ones of a big.LITTLE board.
+The rest of a process (calls, files) has the little ones, so that no step waits for a thread that was put aside.
 
 Big cores are told by the capacity that the kernel states for each, never by their numbers, which boards give out
 differently. Where all are alike, or the kernel states nothing, nothing is pinned.
@@ -38,6 +39,11 @@ class CoreChoice:
         return self.engine if self.engine != self.allowed else None
 
     @property
+    def others(self) -> frozenset[int] | None:
+        """For all threads but the engine's: the little ones; None where there is nothing to choose."""
+        return self.allowed - self.engine or None
+
+    @property
     def n_threads(self) -> int:
         """One for each of the processors, as long as the quota lasts: a thread too many has all of them stopped."""
         most = len(self.engine) if self.quota is None else min(len(self.engine), int(self.quota))
@@ -62,6 +68,17 @@ def pin_this_thread(cores: Iterable[int] | None) -> None:
     if cores is not None:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
+def pinned_to(cores: Iterable[int] | None) -> Iterator[None]:
+    """Keep the calling thread, and the threads that it starts meanwhile, to these processors; None: as it is."""
+    before = os.sched_getaffinity(0)
+    pin_this_thread(cores)
+    try:
+        yield
+    finally:
+        pin_this_thread(before)
 
 
 def capacities(folder: Path = CPU_FOLDER) -> dict[int, int]:

@@ -66,6 +66,10 @@ def run(config_file: Path | None, **flags: Any) -> None:
     import logging
     import sys
 
+    from kvferry.engine.cores import choose_cores, pin_this_thread
+
+    cores = choose_cores()
+    pin_this_thread(cores.others)  # before gRPC starts threads, which inherit it
     from kvferry.node.config import load_config
     from kvferry.node.process import Node
 
@@ -76,7 +80,7 @@ def run(config_file: Path | None, **flags: Any) -> None:
     )
 
     async def serve() -> int:
-        return await Node(config).serve()
+        return await Node(config, cores).serve()
 
     sys.exit(asyncio.run(serve()))
 

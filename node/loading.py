@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvferry.engine.batch import pass_rows, tile_rows
 from kvferry.engine.config import VisionConfig
-from kvferry.engine.cores import choose_cores
+from kvferry.engine.cores import choose_cores, pinned_to
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.errors import UnsupportedArchitecture
 from kvferry.engine.files.resolve import resolve_model
@@ -101,7 +101,8 @@ def load_serving(
             stall_seconds=config.store_stall_seconds,
             pool=engine.pool,
         )
-        _start(io)
+        with pinned_to(cores.others):  # its threads inherit it
+            _start(io)
     threads.append(_make_engine_thread(config, engine, speculator, io, vision, loop, on_fatal))
     log.info("%d engine threads on processors %s", engine.n_threads, cores)
     seen = engine.config.vision if vision is not None else None

@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvferry.engine.cores import CoreChoice, pin_this_thread
 from kvferry.node.config import NodeConfig
 from kvferry.node.errors import ConfigInvalid, Draining, PortInUse
 from kvferry.node.loading import load_serving
@@ -55,7 +56,8 @@ daemons)."""
 class Node:
     """Runs in one event loop; `serve` is its whole life."""
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, cores: CoreChoice) -> None:
+        """``cores``: what the process has; only loading and the engine leave those that the caller keeps to."""
         self._config = config
         self._state = NodeState(config=config, started_at=time.monotonic())
         self._server = grpc.aio.server(
@@ -70,6 +72,7 @@ class Node:
         self._lag_task: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[DrainCount] | None = None
         self._exposition = Exposition(config.metrics, NodeMetrics(self._state), HostMetrics("node"))
+        self._cores = cores
 
     async def serve(self) -> int:
         """Serve until a signal; returns the exit code. Raises what stands in the way of starting."""
@@ -139,7 +142,12 @@ class Node:
         boot_id = uuid.uuid4().hex
         package_version = version("kvferry")
         note = self._state.store_watch.note
-        return lambda: load_serving(self._config, loop, boot_id, package_version, self._on_engine_failure, note)
+
+        def load() -> Serving:
+            pin_this_thread(self._cores.allowed)  # packing and compiling take what there is: nothing is served yet
+            return load_serving(self._config, loop, boot_id, package_version, self._on_engine_failure, note)
+
+        return load
 
     async def _open_for_work(self, serving: Serving, address: str) -> None:
         self._state.serving = serving

@@ -5,74 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-RK3588 = {0: 530, 1: 530, 2: 530, 3: 530, 4: 1024, 5: 1024, 6: 1024, 7: 1024}
+from .conftest import load_program
 
 
 @pytest.fixture
 def programs(ansible: Path) -> Path:
     return ansible / "roles/base/files"
-
-
-def sysfs_with(folder: Path, capacities: dict[int, int | str]) -> Path:
-    for core, capacity in capacities.items():
-        (folder / f"cpu{core}").mkdir(parents=True)
-        (folder / f"cpu{core}/cpu_capacity").write_text(f"{capacity}\n")
-    (folder / "cpufreq").mkdir(parents=True)  # no core, though its name begins like one
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("capacities", "allowed", "chosen"),
-    [
-        pytest.param(RK3588, range(8), {4, 5, 6, 7}, id="RK3588"),
-        pytest.param({0: 1024, 1: 1024, 2: 530, 3: 530}, range(4), {0, 1}, id="big cores first"),
-        pytest.param({0: 250, 1: 980, 2: 1024}, range(3), {1, 2}, id="big clusters that differ a little"),
-        pytest.param({0: 1024, 1: 1024}, range(2), {0, 1}, id="all alike"),
-        pytest.param({}, range(2), {0, 1}, id="the kernel says nothing"),
-        pytest.param({0: 530, 1: "", 2: 1024}, range(3), {0, 1, 2}, id="one is unknown"),
-        pytest.param(RK3588, range(4), {0, 1, 2, 3}, id="only small ones are allowed"),
-        pytest.param(RK3588, range(2, 6), {4, 5}, id="some are allowed"),
-    ],
-)
-def test_big_cores_are_found_by_their_capacity(
-    tmp_path: Path, programs: Path, capacities: dict[int, int | str], allowed: range, chosen: set[int]
-) -> None:
-    assert load_on_big_cores(programs).big_cores(sysfs_with(tmp_path / "cpu", capacities), set(allowed)) == chosen
-
-
-def load_on_big_cores(programs: Path) -> ModuleType:
-    namespace = ModuleType("on_big_cores")
-    exec(compile((programs / "on_big_cores.py").read_text(), "on_big_cores.py", "exec"), namespace.__dict__)  # noqa: S102
-    return namespace
-
-
-def test_the_program_really_runs_on_the_big_cores(tmp_path: Path, programs: Path) -> None:
-    allowed = sorted(os.sched_getaffinity(0))
-    if len(allowed) < 2:
-        pytest.skip("one processor has no big and small ones")
-    big = allowed[-1]
-    sysfs = sysfs_with(tmp_path / "cpu", {core: 1024 if core == big else 400 for core in allowed})
-    ask = "import os; print(sorted(os.sched_getaffinity(0)))"
-    done = subprocess.run(
-        [sys.executable, programs / "on_big_cores.py", sys.executable, "-c", ask],
-        env={**os.environ, "ON_BIG_CORES_SYSFS": str(sysfs)}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout == f"[{big}]\n"
-    assert f"on the big cores [{big}]" in done.stderr
-
-
-def test_it_becomes_the_program_so_that_signals_reach_it(programs: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, programs / "on_big_cores.py", "sh", "-c", "echo $$"], stdout=subprocess.PIPE, text=True
-    )
-    out, _ = process.communicate(timeout=30)
-    assert int(out) == process.pid
 
 
 def wait_until_ready(programs: Path, file: Path, main_pid: int) -> subprocess.Popen[bytes]:
@@ -143,3 +86,69 @@ def test_a_bundle_carries_the_sum_of_each_wheel_and_is_the_same_each_time(tmp_pa
     assert subprocess.run(check, cwd=unpacked, check=False).returncode == 0
     (unpacked / "a-1-py3-none-any.whl").write_bytes(b"damaged")
     assert subprocess.run(check, cwd=unpacked, check=False, capture_output=True).returncode == 1
+
+
+def board_of(folder: Path, *, swaps: str = "", root: str = "/dev/mmcblk0p2 / ext4 rw,noatime 0 0") -> Path:
+    """The kernel's files of an RK3588 that boots from an SD card, fresh from its distribution but for the arguments."""
+    files = {
+        "sys/devices/system/cpu/cpufreq/policy0/scaling_governor": "schedutil\n",
+        "sys/devices/system/cpu/cpufreq/policy4/scaling_governor": "performance\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "[always] madvise never\n",
+        "proc/sys/vm/swappiness": "60\n",
+        "proc/swaps": f"Filename\tType\tSize\tUsed\tPriority\n/dev/zram0 partition 1 0 5\n{swaps}",
+        "proc/self/mounts": f"proc /proc proc rw 0 0\n{root}\n/dev/nvme0n1p1 /srv ext4 rw,relatime 0 0\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+ALL_SETTINGS = {"governor": "performance", "huge_pages": "madvise", "swappiness": "10", "swap": "not-on-flash",
+                "noatime": "yes"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def board_settings(ansible: Path) -> ModuleType:
+    return load_program(ansible / "roles/base/files/board_settings.py")
+
+
+def test_a_fresh_board_is_set_up_and_then_nothing_is_left_to_say(tmp_path: Path, board_settings: ModuleType) -> None:
+    board = board_settings.Board(board_of(tmp_path))
+    said = board_settings.check(board, ALL_SETTINGS)
+    assert [sentence.partition(str(tmp_path))[2] for sentence in said] == [
+        "/sys/devices/system/cpu/cpufreq/policy0/scaling_governor holds schedutil, not performance",
+        "/sys/kernel/mm/transparent_hugepage/enabled holds always, not madvise",
+        "/proc/sys/vm/swappiness holds 60, not 10",
+    ]
+    board_settings.apply(board, ALL_SETTINGS)
+    assert board_settings.check(board, ALL_SETTINGS) == []
+
+
+@pytest.mark.parametrize(
+    ("swaps", "root", "said"),
+    [
+        ("/dev/mmcblk0p3 partition 1 0 -2", "/dev/mmcblk0p2 / ext4 rw,noatime 0 0", ["/dev/mmcblk0p3 swaps to"]),
+        ("/var/swap file 1 0 -2", "/dev/mmcblk0p2 / ext4 rw,noatime 0 0", ["/var/swap swaps to"]),
+        ("/var/swap file 1 0 -2", "/dev/nvme0n1p2 / ext4 rw,relatime 0 0", []),
+        ("/srv/swap file 1 0 -2", "/dev/mmcblk0p2 / ext4 rw,noatime 0 0", []),
+        ("/dev/sda2 partition 1 0 -2", "/dev/mmcblk0p2 / ext4 rw,relatime 0 0", ["/ lies on an SD card"]),
+    ],
+    ids=["a partition of the card", "a file on the card", "an SSD", "a file on an SSD", "a card that is written to"],
+)
+def test_what_wears_out_a_card_is_found(
+    tmp_path: Path, board_settings: ModuleType, swaps: str, root: str, said: list[str]
+) -> None:
+    board = board_settings.Board(board_of(tmp_path, swaps=swaps, root=root))
+    wear = {"swap": "not-on-flash", "noatime": "yes"}
+    found = board_settings.check(board, wear)
+    assert len(found) == len(said)
+    assert all(sentence.startswith(start) for sentence, start in zip(found, said, strict=True))
+    assert board_settings.check(board, {"swap": "keep", "noatime": "keep"}) == []
+
+
+def test_a_board_without_these_files_needs_nothing(tmp_path: Path, board_settings: ModuleType) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/swaps").write_text("Filename\n")
+    (tmp_path / "proc/self/mounts").write_text("/dev/vda1 / ext4 rw 0 0\n")
+    assert board_settings.check(board_settings.Board(tmp_path), ALL_SETTINGS) == []

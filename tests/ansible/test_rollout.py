@@ -26,20 +26,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ALL_LIVE: Final = [f"n{board}" for board in NODES]
 STORY: Final = "Tell me a long story about a ferry that carries letters between four islands."
 N_TOKENS: Final = 96
-SOURCES: Final = ("pyproject.toml", "README.md", "LICENSE", "src", "proto", "engine", "store", "node", "coordinator",
-                  "client", "drills", "bench")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree, so that nobody edits it during the test."""
     folder = tmp_path_factory.mktemp("source")
-    for name in SOURCES:
-        path = ANSIBLE.parent / name
-        if path.is_dir():
-            shutil.copytree(path, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        elif path.exists():
-            shutil.copyfile(path, folder / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ANSIBLE.parent / name, folder / name)
+    rooms = ANSIBLE.parent / "src/kvferry"
+    shutil.copytree(rooms, folder / "src/kvferry", symlinks=True)
+    for room in rooms.iterdir():
+        shutil.copytree(room.resolve(), folder / room.name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 

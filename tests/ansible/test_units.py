@@ -20,11 +20,13 @@ SYSTEMD = shutil.which("systemd-analyze")
 needs_systemd = pytest.mark.skipif(SYSTEMD is None, reason="systemd-analyze is not installed (package systemd)")
 # Named after the folder that is mounted.
 STORE_UNITS = {"srv-kvferry-store.mount": "store.mount", "srv-kvferry-store.automount": "store.automount"}
+BOARD_UNIT = "kvferry_board.service"
 UNITS = {
     "kvferry-coordinator.service": "coordinator",
     "kvferry-node.service": "node",
     "kvferry-warm-up@.service": "node",
 }
+PROGRAMS = ["board_settings.py", "wait_until_ready.sh", "warm_up.py"]
 # What defaults compute from facts and from the inventory.
 BOARD = {
     "ansible_managed": "Ansible managed",
@@ -60,7 +62,7 @@ def render(ansible: Path, role: str, template: str, **more: Any) -> str:
 def unit_folder(ansible: Path, tmp_path: Path) -> Path:
     """All units and their sandbox, with stand-ins for the programs that they name."""
     root = tmp_path / "kvferry"
-    for program in [BOARD["program_wanted"] + "/bin/kvferry", "libexec/on_big_cores.py", "libexec/wait_until_ready.sh"]:
+    for program in [f"{BOARD['program_wanted']}/bin/kvferry", *(f"libexec/{name}" for name in PROGRAMS)]:
         path = root / program
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#!/bin/sh\n")
@@ -70,6 +72,7 @@ def unit_folder(ansible: Path, tmp_path: Path) -> Path:
     shutil.copy(ansible / "roles/base/files/sandbox.conf", folder / "kvferry-.service.d")
     for unit, role in UNITS.items():
         (folder / unit).write_text(render(ansible, role, unit, kvferry_root=root))
+    (folder / BOARD_UNIT).write_text(render(ansible, "base", BOARD_UNIT, kvferry_root=root))
     for unit, template in STORE_UNITS.items():
         (folder / unit).write_text(render(ansible, "store", template))
     return folder
@@ -91,7 +94,7 @@ def complaints(folder: Path, unit: str) -> list[str]:
 
 
 @needs_systemd
-@pytest.mark.parametrize("unit", [*UNITS, *STORE_UNITS])
+@pytest.mark.parametrize("unit", [*UNITS, *STORE_UNITS, BOARD_UNIT])
 def test_systemd_has_nothing_to_say_about_a_unit(unit_folder: Path, unit: str) -> None:
     assert complaints(unit_folder, unit) == []
 

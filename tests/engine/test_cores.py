@@ -49,6 +49,7 @@ def on_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_an_rk3588_computes_on_its_big_cores(on_board):
     choice = on_board(RK3588, set(range(8)))
     assert (choice.pinned, choice.n_threads) == (frozenset({4, 5, 6, 7}), 4)
+    assert choice.others == frozenset({0, 1, 2, 3})
     assert str(choice) == "the big ones, 4-7 of 0-7"
 
 
@@ -65,7 +66,7 @@ def test_of_those_that_may_be_used_the_big_ones_count(on_board):
 
 def test_where_all_that_may_be_used_are_alike_nothing_is_pinned(on_board):
     choice = on_board(RK3588, {0, 1, 2, 3})
-    assert (choice.pinned, choice.n_threads) == (None, 4)
+    assert (choice.pinned, choice.others, choice.n_threads) == (None, None, 4)
     assert str(choice) == "0-3, all alike"
 
 

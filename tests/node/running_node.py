@@ -21,6 +21,7 @@ from kvferry.proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 KVFERRY = (sys.executable, "-c", "from kvferry.client.cli import main; main()")
 SABOTAGED = (sys.executable, str(Path(__file__).parent / "sabotaged_node.py"))
+BIG_LITTLE = (sys.executable, str(Path(__file__).parent / "big_little_node.py"))
 START_SECONDS = 120.0  # the first start on a machine compiles the kernels
 TURN_SECONDS = 120.0
 

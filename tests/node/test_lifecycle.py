@@ -22,7 +22,7 @@ from kvferry.node.errors import NodeUnreachable
 from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import worker_pb2
 
-from .running_node import SABOTAGED, Answer, RunningNode, error_of, node_command, running_node
+from .running_node import BIG_LITTLE, SABOTAGED, Answer, RunningNode, error_of, node_command, running_node
 
 Prompts = dict[str, list[int]]
 Own = Callable[[list[int]], list[int]]
@@ -37,6 +37,27 @@ def test_health_and_reflection_are_the_standard_ones(node: RunningNode) -> None:
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     (answer,) = reflection.ServerReflectionInfo(iter([request]), timeout=5)
     assert SERVICE in {service.name for service in answer.list_services_response.service}
+
+
+def test_the_engine_has_the_big_cores_and_everything_else_the_little_ones(
+    tmp_path: Path, smollm2_path: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("one processor has no big and little ones")
+    big = allowed[-1]
+    capacities = (1024 if number == big else 530 for number in range(big + 1))
+    monkeypatch.setenv("KVFERRY_TEST_CAPACITIES", ",".join(map(str, capacities)))
+    flags = ("--threads", "1", "--store", str(tmp_path / "store"))
+    with running_node(tmp_path / "n", smollm2_path, *flags, program=BIG_LITTLE) as node:
+        node.run_turn(prompts["code"])
+        threads = Path(f"/proc/{node.process.pid}/task")
+        places = {int(path.name): os.sched_getaffinity(int(path.name)) for path in threads.iterdir()}
+        on_big = [thread for thread, cores in places.items() if cores == {big}]
+        assert len(on_big) == 1  # the engine's only one
+        assert node.process.pid not in on_big
+        n_little = sum(cores == set(allowed) - {big} for cores in places.values())
+        assert n_little > len(places) / 2, places
 
 
 def test_a_life_from_loading_to_drained(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
