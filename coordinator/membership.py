@@ -66,6 +66,8 @@ class Load:
     stalled_seconds: float = 0.0
     # From so long on it hangs, judged by its own steps; 0 while it cannot tell.
     stall_limit_seconds: float = 0.0
+    # Of the board's hottest thermal zone; None where there is none.
+    temperature_celsius: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

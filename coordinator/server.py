@@ -110,7 +110,7 @@ async def serve(
     )
     chat = ChatService(
         turns=turns, peers=peers, registry=registry, fleet=fleet, snapshots=snapshots, models=models,
-        started_s=clock(), clock=clock, wall_ms=wall_ms,
+        sharing=settings.sharing, started_s=clock(), clock=clock, wall_ms=wall_ms,
     )  # fmt: skip
     chat_pb2_grpc.add_ChatServiceServicer_to_server(chat, server)
     loop_lag = LoopLag(clock)

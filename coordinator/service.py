@@ -10,13 +10,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from uuid import uuid4
 
 from kvferry.coordinator import requests
+from kvferry.coordinator.conversation import History
 from kvferry.coordinator.errors import BadRequest, TurnElsewhere, UnknownSession, UnknownTurn
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.models import Models, ServedModel
 from kvferry.coordinator.peers import Peers
+from kvferry.coordinator.pictures import spans_of
 from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord
 from kvferry.coordinator.samples import Key, merged, sample_keys
 from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.stored_prefixes import list_snapshots, stored_rows
+from kvferry.coordinator.tenants import Sharing
 from kvferry.coordinator.transfer import exported, imported
 from kvferry.coordinator.turn import Phase
 from kvferry.coordinator.turns import Turns
@@ -24,6 +28,7 @@ from kvferry.coordinator.wire import (
     Context,
     model_message,
     node_message,
+    resident_messages,
     session_message,
     streaming,
     turn_message,
@@ -42,6 +47,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     fleet: Fleet
     snapshots: SnapshotView
     models: Models
+    sharing: Sharing
     started_s: float
     clock: Callable[[], float]
     wall_ms: Callable[[], int]
@@ -185,6 +191,27 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     @unary
     async def GetStatus(self, request: chat_pb2.GetStatusRequest, context: Context) -> chat_pb2.GetStatusResponse:
         return await self.status()
+
+    @unary
+    async def ListSnapshots(
+        self, request: chat_pb2.ListSnapshotsRequest, context: Context
+    ) -> chat_pb2.ListSnapshotsResponse:
+        return await asyncio.to_thread(list_snapshots, self.snapshots.indexes(), request)
+
+    @unary
+    async def LocateSession(
+        self, request: chat_pb2.LocateSessionRequest, context: Context
+    ) -> chat_pb2.LocateSessionResponse:
+        session_id = requests.name("session_id", request.session_id)
+        record, turns = await self.registry.session_and_turns(session_id)
+        history = History.of(turns)
+        namespace = self.sharing.namespace(record.tenant)
+        stored = await asyncio.to_thread(
+            stored_rows, self.snapshots.indexes(), namespace, history.token_ids, spans_of(history.pictures)
+        )
+        return chat_pb2.LocateSessionResponse(
+            n_tokens=len(history.token_ids), resident=resident_messages(self.fleet.members(), session_id), stored=stored
+        )
 
     async def status(self) -> chat_pb2.GetStatusResponse:
         """The coordinator and its fleet at a glance. Raises RegistryUnavailable."""

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -23,6 +23,7 @@ from kvferry.store.errors import StoreError, StoreMisuse
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.identity import read_store_id
 from kvferry.store.place import StorePlace
+from kvferry.store.reader import Identity
 from kvferry.store.seals import describe
 from kvferry.store.snapshot_store import SnapshotStore
 from kvferry.store.vlkv3 import ContentSpan
@@ -73,6 +74,16 @@ class WhichStore:
     seal: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreIndex:
+    """What is known of one model's files of one namespace. ``files``: their size and last use, as of the last look."""
+
+    fingerprint: str
+    namespace: str
+    store: SnapshotStore
+    files: Mapping[str, Identity]
+
+
 class StoredPrefixes(Protocol):
     """What routing asks of a store, without I/O."""
 
@@ -106,7 +117,7 @@ class SnapshotView:
         self._opened = None if place is None else place.open()
         self._shapes: dict[str, tuple[KvGeometry, int]] = {}  # fingerprint → geometry, vocabulary size
         self._stores: OrderedDict[Key, SnapshotStore] = OrderedDict()  # the least recently used first
-        self._sizes: dict[Key, dict[str, int]] = {}  # name → bytes, of files in the index
+        self._files: dict[Key, dict[str, Identity]] = {}  # by name, of files in the index
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_JOBS)
         self._thread: threading.Thread | None = None
         self._store_id = ""
@@ -151,9 +162,9 @@ class SnapshotView:
         except StoreError as e:
             logger.warning("the snapshots of a deleted session are left to eviction: %s", e)
             return
-        sizes = self._sizes.get(key, {})
+        files = self._files.get(key, {})
         for name in gone:
-            sizes.pop(name, None)
+            files.pop(name, None)
         logger.info("%d snapshots of a deleted session are removed", len(gone))
 
     def _store(self, fingerprint: str, namespace: str = "") -> SnapshotStore | None:
@@ -182,7 +193,7 @@ class SnapshotView:
         of_tenants = [key for key in self._stores if key[1]]
         for key in of_tenants[: max(0, len(of_tenants) - MAX_TENANTS)]:
             del self._stores[key]
-            self._sizes.pop(key, None)
+            self._files.pop(key, None)
 
     def which_store(self) -> WhichStore:
         """The store that is looked at; its id is empty until the thread has found one, which it then tries to."""
@@ -209,7 +220,11 @@ class SnapshotView:
     @property
     def n_bytes(self) -> int:
         """Of the snapshots that may be used: a refused file is not one."""
-        return sum(sum(sizes.values()) for sizes in list(self._sizes.values()))
+        return sum(file.n_bytes for files in list(self._files.values()) for file in list(files.values()))
+
+    def indexes(self) -> list[StoreIndex]:
+        """All that is known of the store, in an order that does not change."""
+        return [StoreIndex(*key, self._stores[key], self._files.get(key, {})) for key in sorted(self._stores)]
 
     def _submit(self, job: Callable[[], None] | None) -> None:
         try:
@@ -240,15 +255,15 @@ class SnapshotView:
     def _refresh(self, key: Key, store: SnapshotStore) -> None:
         try:
             store.refresh()
-            sizes = store.sizes()
+            files = store.files()
             if key in self._stores:  # not forgotten meanwhile
-                self._sizes[key] = sizes
+                self._files[key] = files
         except StoreError as e:
             logger.warning("the snapshot store cannot be listed, routing goes on without news of it: %s", e)
 
     def _take_in(self, key: Key, store: SnapshotStore, name: str) -> None:
-        if look_at(store, name) and (n_bytes := store.size(name)) is not None:
-            self._sizes.setdefault(key, {})[name] = n_bytes
+        if look_at(store, name) and (file := store.file(name)) is not None:
+            self._files.setdefault(key, {})[name] = file
 
 
 def look_at(store: SnapshotStore, name: str) -> bool:

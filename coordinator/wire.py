@@ -12,7 +12,7 @@ import grpc.aio
 
 from kvferry.coordinator.answer_parts import call_message, parsed, parsed_message
 from kvferry.coordinator.errors import CoordinatorError
-from kvferry.coordinator.membership import Load, Member, Node
+from kvferry.coordinator.membership import Load, Member, Node, NodeState
 from kvferry.coordinator.models import ServedModel
 from kvferry.coordinator.registry import Message, SessionRecord, TurnRecord
 from kvferry.coordinator.snapshots import WhichStore
@@ -160,7 +160,19 @@ def node_message(member: Member) -> chat_pb2.NodeInfo:
         other_key=load.other_key,
         pid=node.pid,
         store=load.store,
+        restore_bytes_per_second=load.restore_bytes_per_second,
+        temperature_celsius=load.temperature_celsius,
     )
+
+
+def resident_messages(members: Iterable[Member], session_id: str) -> list[chat_pb2.ResidentRows]:
+    """The nodes, those that are dead left out, that hold rows of a session."""
+    nodes = [member.node for member in members if member.state is not NodeState.DEAD]
+    return [
+        chat_pb2.ResidentRows(node_id=node.node_id, n_tokens=node.resident[session_id])
+        for node in nodes
+        if session_id in node.resident
+    ]
 
 
 def node_of(request: fleet_pb2.RegisterRequest, store: WhichStore) -> Node:
@@ -205,6 +217,7 @@ def load_of(load: worker_pb2.NodeLoad, store: WhichStore) -> Load:
         stalled_seconds=load.stalled_seconds,
         store=load.store if load.HasField("store") else None,
         stall_limit_seconds=load.stall_limit_seconds,
+        temperature_celsius=load.temperature_celsius if load.HasField("temperature_celsius") else None,
     )
 
 

@@ -18,6 +18,7 @@ from kvferry.node.io_threads import IoThreads
 from kvferry.node.messages import StoreNews
 from kvferry.node.rules import Rules
 from kvferry.node.store_watch import StoreWatch
+from kvferry.node.thermometer import Thermometer
 from kvferry.node.turns import Turn
 from kvferry.node.vision_thread import VisionThread
 from kvferry.node.wire import load_message
@@ -55,6 +56,7 @@ class Serving:
     vision: VisionThread | None
     rules: Rules
     close_engine: Callable[[], None]
+    thermometer: Thermometer = field(default_factory=Thermometer)
 
     def store_error(self) -> str:
         """What is wrong with the store; empty when nothing is, or when there is none to go wrong."""
@@ -63,7 +65,7 @@ class Serving:
     def load(self, now: float) -> worker_pb2.NodeLoad:
         """The load at this moment."""
         store = StoreNews() if self.io is None else self.io.news()
-        return load_message(self.engine.view, self.engine.core.totals, store, now)
+        return load_message(self.engine.view, self.engine.core.totals, store, now, self.thermometer.hottest(now))
 
 
 @dataclass(slots=True, kw_only=True)

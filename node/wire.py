@@ -213,8 +213,10 @@ def store_message(statistics: StoreStatistics | None, totals: Totals) -> common_
     )
 
 
-def load_message(view: NodeView, totals: Totals, store: StoreNews, now: float) -> worker_pb2.NodeLoad:
-    """What a node tells about its work; `now` in monotonic seconds."""
+def load_message(
+    view: NodeView, totals: Totals, store: StoreNews, now: float, temperature: float | None = None
+) -> worker_pb2.NodeLoad:
+    """What a node tells about its work; `now` in monotonic seconds, `temperature` of its board in Celsius."""
     return worker_pb2.NodeLoad(
         n_running=view.n_running,
         n_queued=view.n_queued,
@@ -241,4 +243,5 @@ def load_message(view: NodeView, totals: Totals, store: StoreNews, now: float) -
         store_seal=store.seal,
         prompts_covered=totals.prompts_covered,
         store=store_message(store.statistics, totals),
+        temperature_celsius=temperature,
     )

@@ -18,7 +18,7 @@ from kvferry.store.chains import Chains, Segment
 from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreUnavailable
 from kvferry.store.geometry import KvGeometry, TokenIds
-from kvferry.store.lcp_index import LcpIndex, common_prefix
+from kvferry.store.lcp_index import LcpIndex, Run, common_prefix
 from kvferry.store.ownership import only_of
 from kvferry.store.reader import Identity, open_snapshot
 from kvferry.store.segment_file import SegmentFile, Terms, open_segment
@@ -131,6 +131,19 @@ class Catalog:
             if not self._chains.is_linked(name):
                 return ()
             return self._chains.chain(name, min(n_rows, self._chains.segment(name).end))
+
+    def runs(self, limit: int, below: tuple[str, int] | None = None) -> list[Run]:
+        """What is shared by how many, without a token: see LcpIndex.runs. Raises KeyError."""
+        with self._lock:
+            return self._index.runs(limit, below)
+
+    def extent(self, name: str) -> tuple[int, int]:
+        """The positions of the rows that are in a file, start and end. Raises KeyError."""
+        with self._lock:
+            if name in self._chains:
+                segment = self._chains.segment(name)
+                return segment.start, segment.end
+            return 0, self._index.n_tokens(name)
 
     def standing(self) -> dict[str, Standing]:
         """Every segment's place, for evictions."""

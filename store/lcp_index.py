@@ -28,6 +28,22 @@ class Found:
     key: str
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of tokens without a fork or an end inside, which n_below sequences have at [start, end).
+
+    ``key`` and ``end`` name it: the shortest of those sequences. ``keys`` are those that end with it.
+    """
+
+    key: str
+    start: int
+    end: int
+    parent: Run | None
+    n_below: int
+    n_children: int
+    keys: tuple[str, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _Node:
     """The end of an edge. ``tokens`` label the edge that leads here; ``depth`` counts the tokens from the root to
@@ -38,6 +54,7 @@ class _Node:
     parent: _Node | None
     children: dict[int, _Node] = field(default_factory=dict)
     keys: tuple[str, ...] = ()  # the sequences that end here: one, as a rule, and a set for it costs 200 bytes
+    n_below: int = 0  # sequences that end here or below
     best: tuple[int, str] | None = (
         None  # (n_tokens, key) of the shortest sequence at or below, the smallest key among equals
     )
@@ -92,6 +109,7 @@ class LcpIndex:
             node = self._attach(node, np.array(token_ids[n_matched:], np.int32))
         node.keys = (*node.keys, key)
         self._ends[key] = node
+        self._count_upward(node, 1)
         self._offer_upward(node, (node.depth, key))
 
     def remove(self, key: str) -> bool:
@@ -100,6 +118,7 @@ class LcpIndex:
         if node is None:
             return False
         node.keys = tuple(other for other in node.keys if other != key)
+        self._count_upward(node, -1)
         self._withdraw_upward(self._prune(node), key)
         return True
 
@@ -111,6 +130,33 @@ class LcpIndex:
             return None
         n_tokens, key = node.best
         return Found(n_matched, n_tokens, key)
+
+    def runs(self, limit: int, below: tuple[str, int] | None = None) -> list[Run]:
+        """The tree without its tokens, level by level from the root, at most ``limit`` runs.
+
+        ``below``: only what continues the run with this key and end. Raises KeyError when it is not there any more.
+        """
+        level: list[tuple[_Node, Run | None]] = [(self._root if below is None else self._run_of(*below), None)]
+        found: list[Run] = []
+        for node, parent in level:
+            for child in node.children.values():
+                if len(found) == limit:
+                    return found
+                assert child.best is not None  # noqa: S101 -- only the root may have nothing below it
+                run = Run(
+                    child.best[1], node.depth, child.depth, parent, child.n_below, len(child.children), child.keys
+                )
+                found.append(run)
+                level.append((child, run))
+        return found
+
+    def _run_of(self, key: str, end: int) -> _Node:
+        node: _Node | None = self._ends[key]
+        while node is not None and node.depth > end:
+            node = node.parent
+        if node is None or node.depth != end:
+            raise KeyError(key)
+        return node
 
     def _descend(self, token_ids: TokenIds) -> tuple[_Node, int]:
         """The last node on the query's way, and how many tokens match; fewer than its depth when the way ends inside
@@ -136,7 +182,7 @@ class LcpIndex:
         parent = node.parent
         assert parent is not None  # noqa: S101 -- only the root has none, and the root has no edge to cut
         n_upper = depth - parent.depth
-        upper = _Node(node.tokens[:n_upper], depth, parent, best=node.best)
+        upper = _Node(node.tokens[:n_upper], depth, parent, n_below=node.n_below, best=node.best)
         parent.children[int(node.tokens[0])] = upper
         node.tokens = node.tokens[n_upper:]
         node.parent = upper
@@ -162,6 +208,12 @@ class LcpIndex:
             node.parent.children[int(child.tokens[0])] = child
             node = child
         return node
+
+    @staticmethod
+    def _count_upward(node: _Node | None, change: int) -> None:
+        while node is not None:
+            node.n_below += change
+            node = node.parent
 
     def _offer_upward(self, node: _Node, candidate: tuple[int, str]) -> None:
         """A new sequence is the best of every node above it until one knows a shorter. The root's best is never asked

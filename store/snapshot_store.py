@@ -24,6 +24,7 @@ from kvferry.store.identity import ensure_store_id
 from kvferry.store.payload import Kind
 from kvferry.store.payload import row_bytes as row_bytes_of
 from kvferry.store.pins import Pins
+from kvferry.store.reader import Identity
 from kvferry.store.seals import PlainSeal, Seal, describe
 from kvferry.store.segment_file import Terms
 from kvferry.store.segments import SegmentShelf
@@ -165,6 +166,11 @@ class SnapshotStore:
         return self._directory.path
 
     @property
+    def catalog(self) -> Catalog:
+        """What is known of the directory; to look at."""
+        return self._catalog
+
+    @property
     def seal_name(self) -> str:
         """What tells the seal of its files from others, without giving a key away."""
         return describe(self._seal)
@@ -279,16 +285,15 @@ class SnapshotStore:
         chain = self._catalog.chain(name, vlkv.MAX_TOKENS)
         return self._evictor.pin(*(segment.name for segment, _ in chain)) if chain else self._evictor.pin(name)
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file that may be used. Raises StoreUnavailable."""
+    def files(self) -> dict[str, Identity]:
+        """Size and last use of each file that may be used. Raises StoreUnavailable."""
         usable = self._directory.snapshot_names() - self.refused().keys()
         found = {name: self._directory.identity(name) for name in usable}
-        return {name: identity.n_bytes for name, identity in found.items() if identity is not None}
+        return {name: identity for name, identity in found.items() if identity is not None}
 
-    def size(self, name: str) -> int | None:
-        """Bytes of a file; None when there is none. Raises SnapshotRejected(bad_name), StoreUnavailable."""
-        identity = self._directory.identity(name)
-        return None if identity is None else identity.n_bytes
+    def file(self, name: str) -> Identity | None:
+        """The same of one; None when there is none. Raises SnapshotRejected(bad_name), StoreUnavailable."""
+        return self._directory.identity(name)
 
     # --- writing
 

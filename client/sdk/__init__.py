@@ -45,6 +45,7 @@ from kvferry.client.sdk.forms import (
     ToolCall,
 )
 from kvferry.client.sdk.samples import AsyncSamples, SampleEvent
+from kvferry.client.sdk.stored import SessionPlaces, StoredFile, StoredPrefix, StoredRows, StoredTree
 from kvferry.client.sdk.sync import Client, Samples, Session, Turn
 from kvferry.client.sdk.turn import Answer, AsyncTurn
 from kvferry.client.sdk.values import (
@@ -108,8 +109,13 @@ __all__ = [
     "Session",
     "SessionDetails",
     "SessionInfo",
+    "SessionPlaces",
     "Started",
     "StoreFigures",
+    "StoredFile",
+    "StoredPrefix",
+    "StoredRows",
+    "StoredTree",
     "Token",
     "TokenLogprob",
     "Tool",

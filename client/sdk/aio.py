@@ -14,6 +14,7 @@ from kvferry.client.sdk.filling import request_of
 from kvferry.client.sdk.forms import FREE, AnswerForm
 from kvferry.client.sdk.retry import OnOutage, Patience
 from kvferry.client.sdk.samples import AsyncSamples
+from kvferry.client.sdk.stored import SessionPlaces, StoredTree, places_of, tree_of
 from kvferry.client.sdk.turn import AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
@@ -128,6 +129,11 @@ class AsyncClient:
         response = await self._connection.ask(self._connection.stub.ListNodes, chat_pb2.ListNodesRequest())
         return [wire.node_of(node) for node in response.nodes]
 
+    async def snapshots(self, *, max_prefixes: int = 0, below: str = "") -> StoredTree:
+        """The store's contents as a tree of prefixes, from the roots or below one of them; 0: as many as is usual."""
+        request = request_of(chat_pb2.ListSnapshotsRequest, max_prefixes=max_prefixes, below=below)
+        return tree_of(await self._connection.ask(self._connection.stub.ListSnapshots, request))
+
     async def status(self) -> ClusterStatus:
         """The coordinator and its fleet at a glance."""
         response = await self._connection.ask(self._connection.stub.GetStatus, chat_pb2.GetStatusRequest())
@@ -147,6 +153,11 @@ class AsyncSession:
         request = request_of(chat_pb2.GetSessionRequest, session_id=self.id)
         response = await self._connection.ask(self._connection.stub.GetSession, request)
         return wire.session_details_of(response)
+
+    async def locate(self) -> SessionPlaces:
+        """Where its rows lie: in which nodes' memories, in which files of the store."""
+        request = request_of(chat_pb2.LocateSessionRequest, session_id=self.id)
+        return places_of(await self._connection.ask(self._connection.stub.LocateSession, request))
 
     def generate(
         self,

@@ -14,6 +14,7 @@ from kvferry.client.sdk.events import TurnEvent
 from kvferry.client.sdk.forms import FREE, AnswerForm
 from kvferry.client.sdk.retry import OnOutage
 from kvferry.client.sdk.samples import AsyncSamples, SampleEvent
+from kvferry.client.sdk.stored import SessionPlaces, StoredTree
 from kvferry.client.sdk.turn import Answer, AsyncTurn
 from kvferry.client.sdk.values import (
     GREEDY,
@@ -178,6 +179,10 @@ class Client:
         """The fleet as the coordinator sees it."""
         return self._loop.run(self._async.nodes())
 
+    def snapshots(self, *, max_prefixes: int = 0, below: str = "") -> StoredTree:
+        """The store's contents as a tree of prefixes, from the roots or below one of them; 0: as many as is usual."""
+        return self._loop.run(self._async.snapshots(max_prefixes=max_prefixes, below=below))
+
     def status(self) -> ClusterStatus:
         """The coordinator and its fleet at a glance."""
         return self._loop.run(self._async.status())
@@ -198,6 +203,10 @@ class Session:
     def details(self) -> SessionDetails:
         """Its turns, and all tokens of the finished ones."""
         return self._loop.run(self._async.details())
+
+    def locate(self) -> SessionPlaces:
+        """Where its rows lie: in which nodes' memories, in which files of the store."""
+        return self._loop.run(self._async.locate())
 
     def generate(
         self,

@@ -237,6 +237,9 @@ class NodeInfo:
     sees_images: bool
     # None for a node without a store.
     store: StoreFigures | None = None
+    restore_bytes_per_second: float = 0.0
+    # Of its board's hottest thermal zone; None where there is none.
+    temperature_celsius: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

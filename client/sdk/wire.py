@@ -350,6 +350,8 @@ def node_of(message: chat_pb2.NodeInfo) -> NodeInfo:
         pid=message.pid,
         sees_images=message.sees_images,
         store=_store_of(message.store) if message.HasField("store") else None,
+        restore_bytes_per_second=message.restore_bytes_per_second,
+        temperature_celsius=message.temperature_celsius if message.HasField("temperature_celsius") else None,
     )
 
 

@@ -1529,6 +1529,8 @@ class NodeInfo(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     OTHER_KEY_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    RESTORE_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_CELSIUS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     address: _builtins.str
     state: Global___NodeState.ValueType
@@ -1553,6 +1555,9 @@ class NodeInfo(_message.Message):
     pid: _builtins.int
     other_key: _builtins.bool
     """It seals what it saves with another key than the coordinator has: none of them can resume what the other saved."""
+    restore_bytes_per_second: _builtins.float
+    temperature_celsius: _builtins.float
+    """Of its board's hottest thermal zone; absent where there is none."""
     @_builtins.property
     def store(self) -> _common_pb2.StoreFigures:
         """Absent for a node without a store."""
@@ -1582,12 +1587,16 @@ class NodeInfo(_message.Message):
         pid: _builtins.int = ...,
         other_key: _builtins.bool = ...,
         store: _common_pb2.StoreFigures | None = ...,
+        restore_bytes_per_second: _builtins.float = ...,
+        temperature_celsius: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius", "store", b"store", "temperature_celsius", b"temperature_celsius"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_tokens_per_second", b"decode_tokens_per_second", "fingerprint", b"fingerprint", "kernel_path", b"kernel_path", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "model", b"model", "n_queued", b"n_queued", "n_resident_sessions", b"n_resident_sessions", "n_running", b"n_running", "n_threads", b"n_threads", "node_id", b"node_id", "other_key", b"other_key", "other_store", b"other_store", "pid", b"pid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "seconds_since_heartbeat", b"seconds_since_heartbeat", "sees_images", b"sees_images", "state", b"state", "store", b"store", "store_ok", b"store_ok", "tokens_generated", b"tokens_generated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius", "address", b"address", "decode_tokens_per_second", b"decode_tokens_per_second", "fingerprint", b"fingerprint", "kernel_path", b"kernel_path", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "model", b"model", "n_queued", b"n_queued", "n_resident_sessions", b"n_resident_sessions", "n_running", b"n_running", "n_threads", b"n_threads", "node_id", b"node_id", "other_key", b"other_key", "other_store", b"other_store", "pid", b"pid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restore_bytes_per_second", b"restore_bytes_per_second", "seconds_since_heartbeat", b"seconds_since_heartbeat", "sees_images", b"sees_images", "state", b"state", "store", b"store", "store_ok", b"store_ok", "temperature_celsius", b"temperature_celsius", "tokens_generated", b"tokens_generated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__temperature_celsius: _TypeAlias = _typing.Literal["temperature_celsius"]  # noqa: Y015
+    _WhichOneofArgType__temperature_celsius: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_celsius) -> _WhichOneofReturnType__temperature_celsius | None: ...
 
 Global___NodeInfo: _TypeAlias = NodeInfo  # noqa: Y015
 
@@ -1758,3 +1767,246 @@ class GetStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class ListSnapshotsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_PREFIXES_FIELD_NUMBER: _builtins.int
+    BELOW_FIELD_NUMBER: _builtins.int
+    max_prefixes: _builtins.int
+    """At most this many, those nearest to a tree's root first; 0 = 500, and never more than 2000."""
+    below: _builtins.str
+    """Only what continues this prefix, by its id; empty: all."""
+    def __init__(
+        self,
+        *,
+        max_prefixes: _builtins.int = ...,
+        below: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["below", b"below", "max_prefixes", b"max_prefixes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSnapshotsRequest: _TypeAlias = ListSnapshotsRequest  # noqa: Y015
+
+@_typing.final
+class ListSnapshotsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIXES_FIELD_NUMBER: _builtins.int
+    N_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    N_BYTES_FIELD_NUMBER: _builtins.int
+    n_snapshots: _builtins.int
+    """Of all that the coordinator's index has, listed here or not."""
+    n_bytes: _builtins.int
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredPrefix]:
+        """Each after its parent."""
+
+    def __init__(
+        self,
+        *,
+        prefixes: _abc.Iterable[Global___StoredPrefix] | None = ...,
+        n_snapshots: _builtins.int = ...,
+        n_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_bytes", b"n_bytes", "n_snapshots", b"n_snapshots", "prefixes", b"prefixes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSnapshotsResponse: _TypeAlias = ListSnapshotsResponse  # noqa: Y015
+
+@_typing.final
+class StoredPrefix(_message.Message):
+    """A run of tokens that everything below it begins with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    PARENT_ID_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    N_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    N_CHILDREN_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Lasts as long as the snapshots below it."""
+    parent_id: _builtins.str
+    """The run before this one; empty for the first of a tree."""
+    fingerprint: _builtins.str
+    namespace: _builtins.str
+    """Whose rows they are (the tenant, or the first of a group that shares); empty: nobody's in particular."""
+    start: _builtins.int
+    """Positions of its first token and after its last one."""
+    end: _builtins.int
+    n_snapshots: _builtins.int
+    """How many snapshots have this prefix, and how many runs come next: ask below this id for those that are not listed."""
+    n_children: _builtins.int
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredFile]:
+        """Those that end with this run's last token."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        parent_id: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        namespace: _builtins.str = ...,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        n_snapshots: _builtins.int = ...,
+        n_children: _builtins.int = ...,
+        files: _abc.Iterable[Global___StoredFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "files", b"files", "fingerprint", b"fingerprint", "id", b"id", "n_children", b"n_children", "n_snapshots", b"n_snapshots", "namespace", b"namespace", "parent_id", b"parent_id", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredPrefix: _TypeAlias = StoredPrefix  # noqa: Y015
+
+@_typing.final
+class StoredFile(_message.Message):
+    """A snapshot's own file, which may continue others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    N_BYTES_FIELD_NUMBER: _builtins.int
+    USED_AT_MS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    start: _builtins.int
+    """The rows that are in it."""
+    end: _builtins.int
+    n_bytes: _builtins.int
+    used_at_ms: _builtins.int
+    """Written, or read for a turn; 0 while it is not known."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        n_bytes: _builtins.int = ...,
+        used_at_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "n_bytes", b"n_bytes", "name", b"name", "start", b"start", "used_at_ms", b"used_at_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredFile: _TypeAlias = StoredFile  # noqa: Y015
+
+@_typing.final
+class LocateSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateSessionRequest: _TypeAlias = LocateSessionRequest  # noqa: Y015
+
+@_typing.final
+class LocateSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    N_TOKENS_FIELD_NUMBER: _builtins.int
+    RESIDENT_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    n_tokens: _builtins.int
+    """Of its finished turns."""
+    @_builtins.property
+    def resident(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResidentRows]: ...
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredRows]:
+        """The longest stored prefix, by fingerprint of the nodes that can read it."""
+
+    def __init__(
+        self,
+        *,
+        n_tokens: _builtins.int = ...,
+        resident: _abc.Iterable[Global___ResidentRows] | None = ...,
+        stored: _abc.Iterable[Global___StoredRows] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_tokens", b"n_tokens", "resident", b"resident", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateSessionResponse: _TypeAlias = LocateSessionResponse  # noqa: Y015
+
+@_typing.final
+class ResidentRows(_message.Message):
+    """Rows in a node's memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    N_TOKENS_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    n_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        n_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_tokens", b"n_tokens", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResidentRows: _TypeAlias = ResidentRows  # noqa: Y015
+
+@_typing.final
+class StoredRows(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    N_TOKENS_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    n_tokens: _builtins.int
+    """Leading tokens of the session that are stored."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredFile]:
+        """The files that they lie in, in order; the last one may go on with something else."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        n_tokens: _builtins.int = ...,
+        files: _abc.Iterable[Global___StoredFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "fingerprint", b"fingerprint", "n_tokens", b"n_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredRows: _TypeAlias = StoredRows  # noqa: Y015

@@ -100,6 +100,16 @@ class ChatServiceStub:
                 request_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.ListSnapshots = channel.unary_unary(
+                '/kvferry.v1.ChatService/ListSnapshots',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListSnapshotsRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListSnapshotsResponse.FromString,
+                _registered_method=True)
+        self.LocateSession = channel.unary_unary(
+                '/kvferry.v1.ChatService/LocateSession',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.LocateSessionRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.LocateSessionResponse.FromString,
+                _registered_method=True)
 
 
 class ChatServiceServicer:
@@ -190,6 +200,20 @@ class ChatServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSnapshots(self, request, context):
+        """What the store holds, as a tree of prefixes: how long, how large, how old, whose; never which tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LocateSession(self, request, context):
+        """Where a session's rows lie: in the nodes' memories, and in which files of the store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ChatServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -257,6 +281,16 @@ def add_ChatServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.GetStatusRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'ListSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSnapshots,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListSnapshotsRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.ListSnapshotsResponse.SerializeToString,
+            ),
+            'LocateSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateSession,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.LocateSessionRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_chat__pb2.LocateSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -611,6 +645,60 @@ class ChatService:
             '/kvferry.v1.ChatService/GetStatus',
             kvferry_dot_proto_dot_v1_dot_chat__pb2.GetStatusRequest.SerializeToString,
             kvferry_dot_proto_dot_v1_dot_chat__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.ChatService/ListSnapshots',
+            kvferry_dot_proto_dot_v1_dot_chat__pb2.ListSnapshotsRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_chat__pb2.ListSnapshotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LocateSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.ChatService/LocateSession',
+            kvferry_dot_proto_dot_v1_dot_chat__pb2.LocateSessionRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_chat__pb2.LocateSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,10 @@ class ChatServiceStub:
     ListModels: _grpc.UnaryUnaryMultiCallable[_chat_pb2.ListModelsRequest, _chat_pb2.ListModelsResponse]
     """What this coordinator serves; the first one is that of sessions that name none."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_chat_pb2.GetStatusRequest, _chat_pb2.GetStatusResponse]
+    ListSnapshots: _grpc.UnaryUnaryMultiCallable[_chat_pb2.ListSnapshotsRequest, _chat_pb2.ListSnapshotsResponse]
+    """What the store holds, as a tree of prefixes: how long, how large, how old, whose; never which tokens."""
+    LocateSession: _grpc.UnaryUnaryMultiCallable[_chat_pb2.LocateSessionRequest, _chat_pb2.LocateSessionResponse]
+    """Where a session's rows lie: in the nodes' memories, and in which files of the store."""
 
 @_typing.type_check_only
 class ChatServiceAsyncStub(ChatServiceStub):
@@ -77,6 +81,10 @@ class ChatServiceAsyncStub(ChatServiceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_chat_pb2.ListModelsRequest, _chat_pb2.ListModelsResponse]  # type: ignore[assignment]
     """What this coordinator serves; the first one is that of sessions that name none."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_chat_pb2.GetStatusRequest, _chat_pb2.GetStatusResponse]  # type: ignore[assignment]
+    ListSnapshots: _aio.UnaryUnaryMultiCallable[_chat_pb2.ListSnapshotsRequest, _chat_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
+    """What the store holds, as a tree of prefixes: how long, how large, how old, whose; never which tokens."""
+    LocateSession: _aio.UnaryUnaryMultiCallable[_chat_pb2.LocateSessionRequest, _chat_pb2.LocateSessionResponse]  # type: ignore[assignment]
+    """Where a session's rows lie: in the nodes' memories, and in which files of the store."""
 
 class ChatServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a program that wants answers speaks; served by the coordinator."""
@@ -177,5 +185,21 @@ class ChatServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _chat_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_chat_pb2.GetStatusResponse, _abc.Awaitable[_chat_pb2.GetStatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListSnapshots(
+        self,
+        request: _chat_pb2.ListSnapshotsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chat_pb2.ListSnapshotsResponse, _abc.Awaitable[_chat_pb2.ListSnapshotsResponse]]:
+        """What the store holds, as a tree of prefixes: how long, how large, how old, whose; never which tokens."""
+
+    @_abc_1.abstractmethod
+    def LocateSession(
+        self,
+        request: _chat_pb2.LocateSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chat_pb2.LocateSessionResponse, _abc.Awaitable[_chat_pb2.LocateSessionResponse]]:
+        """Where a session's rows lie: in the nodes' memories, and in which files of the store."""
 
 def add_ChatServiceServicer_to_server(servicer: ChatServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

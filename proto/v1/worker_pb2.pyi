@@ -500,6 +500,7 @@ class NodeLoad(_message.Message):
     PROMPTS_COVERED_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     STALL_LIMIT_SECONDS_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_CELSIUS_FIELD_NUMBER: _builtins.int
     n_running: _builtins.int
     n_queued: _builtins.int
     kv_bytes_used: _builtins.int
@@ -532,6 +533,8 @@ class NodeLoad(_message.Message):
     """Turns whose first token needed no forward pass: all rows were there, and the last token's logits."""
     stall_limit_seconds: _builtins.float
     """From this long without a step on the engine hangs, by the steps that this node makes; 0 while it cannot tell."""
+    temperature_celsius: _builtins.float
+    """Of the board's hottest thermal zone; absent where there is none."""
     @_builtins.property
     def store(self) -> _common_pb2.StoreFigures:
         """Absent without a store."""
@@ -564,12 +567,15 @@ class NodeLoad(_message.Message):
         prompts_covered: _builtins.int = ...,
         store: _common_pb2.StoreFigures | None = ...,
         stall_limit_seconds: _builtins.float = ...,
+        temperature_celsius: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius", "store", b"store", "temperature_celsius", b"temperature_celsius"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_audited", b"blocks_audited", "blocks_wrong", b"blocks_wrong", "decode_tokens_per_second", b"decode_tokens_per_second", "engine_steps", b"engine_steps", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "n_queued", b"n_queued", "n_running", b"n_running", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompts_covered", b"prompts_covered", "restore_bytes_per_second", b"restore_bytes_per_second", "rows_prefilled", b"rows_prefilled", "snapshots_failed", b"snapshots_failed", "snapshots_published", b"snapshots_published", "snapshots_refused", b"snapshots_refused", "stall_limit_seconds", b"stall_limit_seconds", "stalled_seconds", b"stalled_seconds", "store", b"store", "store_error", b"store_error", "store_id", b"store_id", "store_ok", b"store_ok", "store_seal", b"store_seal", "tokens_accepted", b"tokens_accepted", "tokens_generated", b"tokens_generated", "tokens_proposed", b"tokens_proposed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius", "blocks_audited", b"blocks_audited", "blocks_wrong", b"blocks_wrong", "decode_tokens_per_second", b"decode_tokens_per_second", "engine_steps", b"engine_steps", "kv_bytes_budget", b"kv_bytes_budget", "kv_bytes_used", b"kv_bytes_used", "n_queued", b"n_queued", "n_running", b"n_running", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompts_covered", b"prompts_covered", "restore_bytes_per_second", b"restore_bytes_per_second", "rows_prefilled", b"rows_prefilled", "snapshots_failed", b"snapshots_failed", "snapshots_published", b"snapshots_published", "snapshots_refused", b"snapshots_refused", "stall_limit_seconds", b"stall_limit_seconds", "stalled_seconds", b"stalled_seconds", "store", b"store", "store_error", b"store_error", "store_id", b"store_id", "store_ok", b"store_ok", "store_seal", b"store_seal", "temperature_celsius", b"temperature_celsius", "tokens_accepted", b"tokens_accepted", "tokens_generated", b"tokens_generated", "tokens_proposed", b"tokens_proposed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__temperature_celsius: _TypeAlias = _typing.Literal["temperature_celsius"]  # noqa: Y015
+    _WhichOneofArgType__temperature_celsius: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_celsius) -> _WhichOneofReturnType__temperature_celsius | None: ...
 
 Global___NodeLoad: _TypeAlias = NodeLoad  # noqa: Y015
 

@@ -16,6 +16,8 @@ from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, common_pb2
 
 TURN = "turn-1"
 
+STORED = chat_pb2.StoredFile(name="kv3_0.kv", start=4, end=9, n_bytes=70, used_at_ms=5)
+
 
 @dataclass(frozen=True)
 class Refuse:
@@ -184,6 +186,21 @@ class ScriptedCoordinator(chat_pb2_grpc.ChatServiceServicer):
     async def ListModels(self, request, context):
         await self._short_call(request, context)
         return chat_pb2.ListModelsResponse(models=[chat_pb2.ModelInfo(name="m", fingerprints=["b" * 32])])
+
+    async def ListSnapshots(self, request, context):
+        await self._short_call(request, context)
+        prefix = chat_pb2.StoredPrefix(
+            id="p", parent_id=request.below, start=0, end=9, n_snapshots=2, n_children=1, files=[STORED]
+        )
+        return chat_pb2.ListSnapshotsResponse(prefixes=[prefix][: request.max_prefixes], n_snapshots=2, n_bytes=70)
+
+    async def LocateSession(self, request, context):
+        await self._short_call(request, context)
+        return chat_pb2.LocateSessionResponse(
+            n_tokens=9,
+            resident=[chat_pb2.ResidentRows(node_id="a", n_tokens=8)],
+            stored=[chat_pb2.StoredRows(fingerprint="f", n_tokens=7, files=[STORED])],
+        )
 
     async def ListSessions(self, request, context):
         """Pages of two, whatever was asked for."""

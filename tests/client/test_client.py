@@ -80,6 +80,16 @@ async def test_nodes_and_status_are_values(client):
     assert (found.coordinator_id, found.n_failovers, found.nodes) == ("c", 2, (node,))
 
 
+async def test_what_lies_where_are_values(client):
+    tree = await client.snapshots(max_prefixes=5, below="root")
+    (prefix,) = tree.prefixes
+    assert (tree.n_snapshots, tree.n_bytes, prefix.parent_id, prefix.n_snapshots) == (2, 70, "root", 2)
+    places = await client.session("s").locate()
+    assert (places.n_tokens, places.resident) == (9, (("a", 8),))
+    assert (places.stored[0].n_tokens, places.stored[0].files) == (7, prefix.files)
+    assert (prefix.files[0].name, prefix.files[0].start, prefix.files[0].used_at_ms) == ("kv3_0.kv", 4, 5)
+
+
 async def test_a_call_is_asked_again_while_the_coordinator_is_away(client, coordinator):
     coordinator.refusals = [Refuse("starting", 10), Refuse("starting", 10)]
     assert await client.nodes()

@@ -60,6 +60,19 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.n_tokens(key) == len(tokens)
             assert self.index.find(_array(tokens)) == _brute_force(self.known, tokens)
 
+    @invariant()
+    def tells_which_sequences_share_which_run(self) -> None:
+        runs = self.index.runs(1000)
+        for run in runs:
+            prefix = self.known[run.key][: run.end]
+            assert run.start == (run.parent.end if run.parent else 0) < run.end
+            assert run.n_below == sum(tokens[: run.end] == prefix for tokens in self.known.values())
+            assert sorted(run.keys) == sorted(key for key, tokens in self.known.items() if tokens == prefix)
+            below = self.index.runs(1000, (run.key, run.end))
+            assert run.n_children == sum(other.start == run.end for other in below)
+        assert sorted(key for run in runs for key in run.keys) == sorted(self.known)
+        assert self.index.runs(2) == runs[:2]
+
 
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
