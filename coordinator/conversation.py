@@ -9,8 +9,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from kvferry.coordinator.answer_parts import parsed
+from kvferry.coordinator.errors import InvalidMessage
 from kvferry.coordinator.pictures import Upload, places_in
 from kvferry.coordinator.registry import Message, Picture, TokenArray, TurnRecord
+from kvferry.coordinator.requests import RawPrompt
 from kvferry.engine.text.answers import THINK
 from kvferry.engine.text.detokenizer import Detokenizer
 from kvferry.engine.text.messages import Tool
@@ -36,6 +38,11 @@ class TextSide(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
     def literal_id(self, text: str) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    @property
+    def first_token_id(self) -> int | None: ...
 
     def first_turn(
         self,
@@ -75,6 +82,22 @@ def new_prompt_ids(
         ids = model.first_turn(new, tools=described, thinking=thinking)
     else:
         ids = model.next_turn(history_of(turns), int(session_ids[-1]), new, tools=described, thinking=thinking)
+    return np.array(ids, dtype=np.int32)
+
+
+def raw_prompt_ids(model: TextSide, prompt: RawPrompt, n_history: int) -> TokenArray:
+    """The tokens, int32[n], that a raw prompt adds to a session with so many tokens. Any thread.
+
+    Raises InvalidMessage.
+    """
+    if prompt.token_ids:
+        strange = next((token_id for token_id in prompt.token_ids if not 0 <= token_id < model.vocab_size), None)
+        if strange is not None:
+            raise InvalidMessage(f"token {strange} lies outside the vocabulary of {model.vocab_size}")
+        return np.array(prompt.token_ids, dtype=np.int32)
+    ids = model.encode(prompt.text)
+    if n_history == 0 and model.first_token_id is not None and ids[:1] != [model.first_token_id]:
+        ids = [model.first_token_id, *ids]
     return np.array(ids, dtype=np.int32)
 
 

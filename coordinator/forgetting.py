@@ -120,13 +120,16 @@ class DeletesSessions(Protocol):
     async def delete_session(self, session_id: str) -> None: ...
 
 
-async def expire(registry: Registry, turns: DeletesSessions, before_ms: int) -> int:
-    """Delete what nobody used since, some at a time; returns how many. Raises RegistryUnavailable."""
+async def expire(registry: Registry, turns: DeletesSessions, now_ms: int, before_ms: int) -> int:
+    """Delete what nobody used since ``before_ms``, or for as long as it says itself, some at a time.
+
+    Returns how many. Raises RegistryUnavailable.
+    """
     n_deleted = 0
-    for session_id in await registry.idle_sessions(before_ms, MAX_EXPIRED_AT_ONCE):
+    for session_id in await registry.expired_sessions(now_ms, before_ms, MAX_EXPIRED_AT_ONCE):
         # it may have been used or deleted since it was listed
         with contextlib.suppress(UnknownSession, SessionBusy):
-            if (await registry.get_session(session_id)).updated_at_ms < before_ms:
+            if (await registry.get_session(session_id)).is_expired(now_ms, before_ms):
                 await turns.delete_session(session_id)
                 n_deleted += 1
     return n_deleted

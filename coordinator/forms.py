@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.coordinator.conversation import History, TextSide, new_prompt_ids, opened_thinking
+from kvferry.coordinator.conversation import History, TextSide, new_prompt_ids, opened_thinking, raw_prompt_ids
 from kvferry.coordinator.form_requests import NO_FORM, FormRequest
 from kvferry.coordinator.pictures import PictureReader
 from kvferry.coordinator.registry import AnswerForm, Picture, TokenArray, TurnRecord
@@ -63,19 +63,23 @@ class Preparation:
         tools = session_tools(turns, asked)
         calls = callable_tools(tools, asked)
         images = self.reader.develop(request.images, history.pictures)
-        marked_ids = new_prompt_ids(
-            self.model, turns, history.token_ids, request.messages, tools, asked.thinking, request.images
-        )
+        if request.raw_prompt is not None:
+            marked_ids = raw_prompt_ids(self.model, request.raw_prompt, len(history.token_ids))
+        else:
+            marked_ids = new_prompt_ids(
+                self.model, turns, history.token_ids, request.messages, tools, asked.thinking, request.images
+            )
         prompt_ids, pictures = self.reader.place(marked_ids, images, len(history.token_ids))
-        opened = opened_thinking(self.model, np.concatenate([history.token_ids, prompt_ids]))
+        is_raw = request.raw_prompt is not None
+        opened = not is_raw and opened_thinking(self.model, np.concatenate([history.token_ids, prompt_ids]))
         thinking: Thinking = "no"
         grammar = ""
         if asked.content is not None or asked.must_call:
-            if can_think(self.model) and (opened or asked.thinking is not False):
+            if not is_raw and can_think(self.model) and (opened or asked.thinking is not False):
                 thinking = "has begun" if opened else "may"
             grammar = answer_grammar(self.model, content=asked.content, tools=calls, thinking=thinking)
             self.check_grammar(grammar)
-        reads_thinking = not grammar or thinking != "no"
+        reads_thinking = not is_raw and (not grammar or thinking != "no")
         form = AnswerForm(
             tools=tools,
             thinking=asked.thinking,
@@ -94,6 +98,8 @@ def is_quick(request: TurnRequest, turns: Sequence[TurnRecord], history: History
     if any(turn.form.tools for turn in turns):
         return False
     n_new = sum(len(message.content) + len(message.reasoning or "") for message in request.messages)
+    if request.raw_prompt is not None:
+        n_new += len(request.raw_prompt.text) + len(request.raw_prompt.token_ids)
     return n_new + len(history.token_ids) <= QUICK_CHARACTERS
 
 

@@ -137,6 +137,7 @@ class MemoryRegistry:
             made = dataclasses.replace(
                 fork, model=parent.model, tokenizer_digest=parent.tokenizer_digest, tenant=parent.tenant,
                 n_tokens=len(tokens_of(copied)), n_turns=len(copied), forked_from=session_id,
+                expires_after_s=parent.expires_after_s,
             )  # fmt: skip
             begun = self._create(made)
             self._ledger.turns[made.session_id] = [dataclasses.replace(t, session_id=made.session_id) for t in copied]
@@ -151,10 +152,10 @@ class MemoryRegistry:
             self._ledger.pixels |= pixels
             return begun
 
-    async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
+    async def expired_sessions(self, now_ms: int, before_ms: int, limit: int) -> list[str]:
         self._check_open()
-        idle = [s for s in self._ledger.sessions.values() if s.updated_at_ms < before_ms and not s.open_turn_id]
-        return [s.session_id for s in sorted(idle, key=lambda s: (s.updated_at_ms, s.session_id))[:limit]]
+        expired = [s for s in self._ledger.sessions.values() if s.is_expired(now_ms, before_ms)]
+        return [s.session_id for s in sorted(expired, key=lambda s: (s.updated_at_ms, s.session_id))[:limit]]
 
     async def delete_session(self, session_id: str) -> None:
         async with _Write(self):

@@ -26,7 +26,8 @@ async def new_record(
         raise SessionBusy(
             f"session {session.session_id} is answering turn {session.open_turn_id}: wait for it or cancel it"
         )
-    if session.n_turns and request.messages[0].role == "system":
+    check_kind(turns, request)
+    if session.n_turns and request.messages and request.messages[0].role == "system":
         raise InvalidMessage(
             "only the first message of a session may have the role system; this session has begun already"
         )
@@ -54,6 +55,14 @@ async def new_record(
         n_samples=request.n_samples,
     )
     return record, history, prepared.pixels
+
+
+def check_kind(turns: Sequence[TurnRecord], request: TurnRequest) -> None:
+    """Raises InvalidMessage for messages after raw prompts, which no template can show, and for the reverse."""
+    kept = [turn for turn in turns if turn.outcome is not None and turn.outcome.kept]
+    if kept and bool(kept[0].messages) != bool(request.messages):
+        has, given = ("messages", "a raw_prompt") if kept[0].messages else ("raw prompts", "messages")
+        raise InvalidMessage(f"the session's turns have {has}, and this one has {given}: begin a new session")
 
 
 def contexts(fleet: Fleet, model: ServedModel) -> Sequence[int]:

@@ -114,6 +114,18 @@ class SessionRecord:
     forked_from: str = ""
     # Whose it is; empty: nobody's in particular.
     tenant: str = ""
+    # Deleted when nobody used it for so long; 0: never, as far as the session is concerned. Forks take it over.
+    expires_after_s: int = 0
+
+    @property
+    def expires_at_ms(self) -> int:
+        """If nobody uses it meanwhile; 0: never."""
+        return self.updated_at_ms + 1000 * self.expires_after_s if self.expires_after_s else 0
+
+    def is_expired(self, now_ms: int, before_ms: int) -> bool:
+        """Whether it may be deleted: nobody used it since ``before_ms``, or for as long as it says itself."""
+        is_unused = self.updated_at_ms < before_ms or 0 < self.expires_at_ms < now_ms
+        return is_unused and not self.open_turn_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,6 +159,7 @@ class TurnRecord:
 
     session_id: str
     turn_id: str
+    # None: its prompt is raw, made without a template.
     messages: tuple[Message, ...]
     n_history_tokens: int
     prompt_ids: TokenArray
@@ -258,8 +271,8 @@ class Registry(Protocol):
         Returns it as it begins. Raises SessionExists.
         """
 
-    async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
-        """Sessions without an open turn that nobody used since, the longest unused first."""
+    async def expired_sessions(self, now_ms: int, before_ms: int, limit: int) -> list[str]:
+        """Sessions without an open turn that nobody used since ``before_ms``, or for as long as they themselves say."""
 
     async def delete_session(self, session_id: str) -> None:
         """Raises UnknownSession, and SessionBusy while a turn is open."""

@@ -62,6 +62,18 @@ SAMPLING_RANGES: Final = {
 """As common.proto names them. Comparisons with NaN are false, so NaN is in no range."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RawPrompt:
+    """What the model goes on writing: a text, or tokens."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+
+    def digest_parts(self) -> tuple[str, ...]:
+        """Of the request that has it."""
+        return "\0raw", self.text, ",".join(map(str, self.token_ids))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
     """A GenerateRequest that may be."""
@@ -69,6 +81,7 @@ class TurnRequest:
     session_id: str
     # Empty: the coordinator chooses.
     turn_id: str
+    # None, and a raw prompt; or at least one.
     messages: tuple[Message, ...]
     # With every default filled in.
     sampling: common_pb2.SamplingSettings
@@ -83,6 +96,7 @@ class TurnRequest:
     # Of the call it came with, where that has fewer left; it is no part of what was asked for.
     call_seconds: float = 0.0
     n_samples: int = 1
+    raw_prompt: RawPrompt | None = None
 
     @property
     def digest(self) -> str:
@@ -91,7 +105,8 @@ class TurnRequest:
         fields = [part for message in self.messages for part in digest_parts(message)]
         images = [image.digest_part for image in self.images]
         limits = ("\0stop", *self.stop, f"\0max {self.max_tokens}")
-        for part in (*fields, *limits, *self.form.digest_parts(), *images, *self._term_parts()):
+        raw = () if self.raw_prompt is None else self.raw_prompt.digest_parts()
+        for part in (*fields, *limits, *self.form.digest_parts(), *images, *self._term_parts(), *raw):
             encoded = part.encode()
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         digest.update(self.sampling.SerializeToString(deterministic=True))
@@ -105,10 +120,11 @@ class TurnRequest:
 
 def turn_request(request: chat_pb2.GenerateRequest) -> TurnRequest:
     """Raises a BadRequest whose sentence says which field, which value and what is allowed."""
+    raw_prompt = checked_raw_prompt(request)
     return TurnRequest(
         session_id=name("session_id", request.session_id),
         turn_id=name("turn_id", request.turn_id) if request.turn_id else "",
-        messages=checked_messages(request.messages),
+        messages=checked_messages(request.messages) if raw_prompt is None else (),
         sampling=checked_sampling(request.sampling),
         max_tokens=request.max_tokens,
         stop=checked_stops(request.stop),
@@ -117,7 +133,24 @@ def turn_request(request: chat_pb2.GenerateRequest) -> TurnRequest:
         priority=checked_priority(request.priority),
         timeout_s=checked_timeout(request.timeout_seconds),
         n_samples=checked_samples(request.n_samples),
+        raw_prompt=raw_prompt,
     )
+
+
+def checked_raw_prompt(request: chat_pb2.GenerateRequest) -> RawPrompt | None:
+    """None for a request with messages. Raises EmptyPrompt, BadRequest."""
+    if not request.HasField("raw_prompt"):
+        return None
+    if request.messages:
+        raise BadRequest("there are messages and a raw_prompt: give one of them")
+    if request.tools or request.tool_choice or request.HasField("thinking"):
+        raise BadRequest("tools, tool_choice and thinking need a chat template: a raw_prompt is answered by a text")
+    text, token_ids = request.raw_prompt.text, tuple(request.raw_prompt.token_ids)
+    if text and token_ids:
+        raise BadRequest("raw_prompt has a text and token_ids: give one of them")
+    if not text and not token_ids:
+        raise EmptyPrompt("the raw_prompt is empty: give a text, or token_ids")
+    return RawPrompt(text, token_ids)
 
 
 def checked_priority(priority: int) -> int:

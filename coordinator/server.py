@@ -55,8 +55,8 @@ STOP_SECONDS: Final = 1.0
 UNREAD_SECONDS: Final = 10.0
 """How often turns that nobody reads are looked for."""
 
-EXPIRY_SECONDS: Final = 60.0
-"""How often old sessions are looked for; days are meant, a minute more is nothing."""
+EXPIRY_SECONDS: Final = 5.0
+"""How often sessions that expired are looked for, in an index."""
 
 CHAT_SERVICE: Final = chat_pb2.DESCRIPTOR.services_by_name["ChatService"].full_name
 FLEET_SERVICE: Final = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
@@ -186,20 +186,21 @@ async def keep_house(registry: Registry, turns: Turns, settings: CoordinatorSett
     """
     expire_s = settings.expire_days * 86_400
     next_expiry_s = time.monotonic()
-    pause_s = settings.lease if registry.is_shared else EXPIRY_SECONDS
+    expiry_pause_s = min(EXPIRY_SECONDS, expire_s / 2) if expire_s else EXPIRY_SECONDS
+    pause_s = min(settings.lease, expiry_pause_s) if registry.is_shared else expiry_pause_s
     while True:
         try:
             if await registry.keeps_house():
                 if registry.is_shared:
                     await take_up(turns)
-                if expire_s and time.monotonic() >= next_expiry_s:
-                    next_expiry_s = time.monotonic() + min(EXPIRY_SECONDS, expire_s / 2)
-                    before_ms = wall_ms() - int(expire_s * 1000)
-                    if n := await expire(registry, turns, before_ms):
-                        logger.info("%d sessions were unused for %g days and are deleted", n, settings.expire_days)
+                if time.monotonic() >= next_expiry_s:
+                    next_expiry_s = time.monotonic() + expiry_pause_s
+                    before_ms = wall_ms() - int(expire_s * 1000) if expire_s else 0
+                    while n := await expire(registry, turns, wall_ms(), before_ms):
+                        logger.info("%d sessions were unused for as long as they may be, and are deleted", n)
         except RegistryUnavailable as e:
             logger.warning("there is no housekeeping at the moment: %s", e)
-        await asyncio.sleep(min(pause_s, expire_s / 2) if expire_s else pause_s)
+        await asyncio.sleep(pause_s)
 
 
 async def end_unread(turns: Turns, limit_s: float) -> None:

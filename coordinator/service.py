@@ -57,6 +57,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         self, request: chat_pb2.CreateSessionRequest, context: Context
     ) -> chat_pb2.CreateSessionResponse:
         record = self._new_session(request.session_id, self.models.named(request.model), request.tenant)
+        record = dataclasses.replace(record, expires_after_s=request.expires_after_seconds)
         made = await self.registry.create_session(record)
         return chat_pb2.CreateSessionResponse(session=self._session(made))
 

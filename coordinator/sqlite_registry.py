@@ -142,12 +142,14 @@ class SqliteRegistry:
 
         return await self._thread.write(import_all)
 
-    async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
+    async def expired_sessions(self, now_ms: int, before_ms: int, limit: int) -> list[str]:
         query = (
-            "SELECT session_id FROM sessions WHERE updated_at_ms < ? AND open_turn_id = '' "
-            "ORDER BY updated_at_ms, session_id LIMIT ?"
+            "SELECT session_id FROM sessions WHERE open_turn_id = '' AND (updated_at_ms < :before_ms "
+            "OR (expires_after_s > 0 AND updated_at_ms + 1000 * expires_after_s < :now_ms)) "
+            "ORDER BY updated_at_ms, session_id LIMIT :limit"
         )
-        return await self._thread.read(lambda db: [row["session_id"] for row in db.execute(query, (before_ms, limit))])
+        bounds = {"now_ms": now_ms, "before_ms": before_ms, "limit": limit}
+        return await self._thread.read(lambda db: [row["session_id"] for row in db.execute(query, bounds)])
 
     async def delete_session(self, session_id: str) -> None:
         def delete(db: sqlite3.Connection) -> None:
@@ -341,7 +343,7 @@ def fork_session(
     n_tokens = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in copied) // 4
     made = insert_session(db, dataclasses.replace(
         fork, model=parent.model, tokenizer_digest=parent.tokenizer_digest, tenant=parent.tenant,
-        n_tokens=n_tokens, n_turns=len(copied), forked_from=session_id,
+        n_tokens=n_tokens, n_turns=len(copied), forked_from=session_id, expires_after_s=parent.expires_after_s,
     ))  # fmt: skip
     for position, row in enumerate(copied):
         insert(db, "turns", {**row, "session_id": made.session_id, "position": position})

@@ -24,7 +24,11 @@ from kvferry.coordinator.registry import (
 )
 from kvferry.engine.text.messages import Tool, ToolCall
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
+
+EXPIRY: Final = """
+CREATE INDEX sessions_by_expiry ON sessions (updated_at_ms + 1000 * expires_after_s) WHERE expires_after_s > 0;
+"""
 
 CONVERSATIONS: Final = """
 CREATE TABLE meta (
@@ -43,7 +47,8 @@ CREATE TABLE sessions (
     n_turns INTEGER NOT NULL,
     open_turn_id TEXT NOT NULL,
     forked_from TEXT NOT NULL,
-    tenant TEXT NOT NULL DEFAULT ''
+    tenant TEXT NOT NULL DEFAULT '',
+    expires_after_s INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 CREATE INDEX sessions_by_use ON sessions (updated_at_ms DESC, session_id DESC);
 
@@ -93,7 +98,7 @@ CREATE TABLE placements (
 ) STRICT, WITHOUT ROWID;
 """
 
-TABLES: Final = f"{CONVERSATIONS} {sqlite_pixels.TABLES}"
+TABLES: Final = f"{CONVERSATIONS} {EXPIRY} {sqlite_pixels.TABLES}"
 
 UPGRADES: Final = {
     1: "ALTER TABLE turns ADD COLUMN form TEXT NOT NULL DEFAULT '{}'",
@@ -103,6 +108,7 @@ UPGRADES: Final = {
         for column, default in (("priority", 0), ("deadline_ms", 0), ("n_samples", 1))
     ),
     4: "ALTER TABLE sessions ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+    5: f"ALTER TABLE sessions ADD COLUMN expires_after_s INTEGER NOT NULL DEFAULT 0; {EXPIRY}",
 }
 """What makes the tables of a version those of the next."""
 

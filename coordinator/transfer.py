@@ -125,7 +125,9 @@ def imported(
             )
     if len({turn.turn_id for turn in turns}) != len(turns):
         raise InvalidImport("two turns of the session have one id")
-    if any(turn.messages[0].role == "system" for turn in turns[1:]):
+    if len({bool(turn.messages) for turn in turns}) > 1:
+        raise InvalidImport("some of its turns have messages and some have raw prompts")
+    if any(message.role == "system" for turn in turns[1:] for message in turn.messages[:1]):
         raise InvalidImport("only the first message of a session may have the role system")
     used = {p.content_hash for turn in turns for p in turn.pictures}
     return (
@@ -150,7 +152,8 @@ def imported_turn(
     carried: chat_pb2.ExportedTurn, model: ServedModel, session_id: str, n_history: int, pixels: Mapping[str, bytes]
 ) -> TurnRecord:
     """Raises InvalidImport, and what the checks of requests raise."""
-    messages = checked_messages(carried.messages)
+    is_raw = not (carried.messages or carried.tools or carried.reads_thinking)
+    messages = () if is_raw else checked_messages(carried.messages)
     if any(message.images for message in carried.messages):
         raise InvalidImport("its messages have images in them, which belong beside them")
     prompt_ids, answer_ids = checked_ids(carried.prompt_ids, model), checked_ids(carried.answer_ids, model)

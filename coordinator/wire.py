@@ -83,6 +83,7 @@ def session_message(record: SessionRecord, last_node_id: str) -> chat_pb2.Sessio
         forked_from=record.forked_from,
         last_node_id=last_node_id,
         tenant=record.tenant,
+        expires_after_seconds=record.expires_after_s,
     )
 
 

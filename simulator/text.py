@@ -20,6 +20,7 @@ class SimulatedText:
     digest = "simulated"
     vocab_size = 257
     end_token_ids = (END,)
+    first_token_id = None
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < END else b""
@@ -27,6 +28,9 @@ class SimulatedText:
     def literal_id(self, text: str) -> int | None:
         del text
         return None
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
 
     def first_turn(
         self,

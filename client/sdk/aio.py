@@ -24,6 +24,7 @@ from kvferry.client.sdk.values import (
     Message,
     ModelInfo,
     NodeInfo,
+    RawPrompt,
     Sampling,
     SessionDetails,
     SessionInfo,
@@ -84,14 +85,21 @@ class AsyncClient:
         await self._connection.aclose()
 
     async def create_session(
-        self, session_id: str | None = None, *, model: str | None = None, tenant: str = ""
+        self, session_id: str | None = None, *, model: str | None = None, tenant: str = "", expires_after_s: int = 0
     ) -> AsyncSession:
         """A new conversation; without a name it gets one of its own, without a model the first one that is served.
 
         ``tenant``: whose it is. Nothing that is computed for it is reused for another tenant, nor the other way.
+        ``expires_after_s``: it is deleted when nobody used it for so long; 0: as the coordinator has it.
         """
         wanted = session_id or self._new_id()
-        request = request_of(chat_pb2.CreateSessionRequest, session_id=wanted, model=model, tenant=tenant)
+        request = request_of(
+            chat_pb2.CreateSessionRequest,
+            session_id=wanted,
+            model=model,
+            tenant=tenant,
+            expires_after_seconds=expires_after_s,
+        )
         await self._connection.ask_once_done(self._connection.stub.CreateSession, request, done_already=SessionExists)
         return self.session(wanted)
 
@@ -161,7 +169,7 @@ class AsyncSession:
 
     def generate(
         self,
-        messages: str | Sequence[Message],
+        messages: str | Sequence[Message] | RawPrompt,
         *,
         images: Sequence[Image | bytes] = (),
         sampling: Sampling = GREEDY,
@@ -174,6 +182,8 @@ class AsyncSession:
         **fields: Unpack[TurnFields],
     ) -> AsyncTurn:
         """Starts a turn with the new messages (a text: one message of the user) when the result is first iterated.
+
+        ``RawPrompt("Once upon")`` in place of messages is gone on with as it is, without the model's chat template.
 
         ``images`` (files' bytes, or Image) stand in a text's message; in messages they have their own.
 
@@ -202,7 +212,7 @@ class AsyncSession:
 
     def samples(
         self,
-        messages: str | Sequence[Message],
+        messages: str | Sequence[Message] | RawPrompt,
         n: int,
         *,
         images: Sequence[Image | bytes] = (),
@@ -235,7 +245,11 @@ class AsyncSession:
             timeout_s=timeout_s,
             n_samples=n,
         )
-        return AsyncSamples(self._connection, request)
+        return AsyncSamples(self._connection, self.id, turn_id, n, request)
+
+    def resume_samples(self, n: int, turn_id: str | None = None) -> AsyncSamples:
+        """Streams the first n answers again, from their first tokens on; without a name the latest request's."""
+        return AsyncSamples(self._connection, self.id, turn_id or "", n)
 
     def resume(self, turn_id: str | None = None, *, from_index: int = 0) -> AsyncTurn:
         """Streams a turn, running or finished, from any token on; without a name the latest one."""

@@ -18,6 +18,7 @@ from kvferry.client.sdk.forms import (
     Regex,
     ToolCall,
 )
+from kvferry.client.sdk.values import RawPrompt
 from kvferry.proto.v1 import chat_pb2
 
 
@@ -93,3 +94,10 @@ def parts_of(parts: Iterable[chat_pb2.AnswerPart]) -> tuple[str, str, tuple[Tool
         "".join(part.reasoning for part in parts),
         tuple(call_of(part.tool_call) for part in parts if part.HasField("tool_call")),
     )
+
+
+def raw_prompt_to_wire(raw: RawPrompt) -> chat_pb2.RawPrompt:
+    """Raises InvalidRequest."""
+    if isinstance(raw.prompt, str):
+        return request_of(chat_pb2.RawPrompt, text=raw.prompt)
+    return request_of(chat_pb2.RawPrompt, token_ids=raw.prompt)

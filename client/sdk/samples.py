@@ -37,14 +37,28 @@ class SampleEvent:
 
 
 class AsyncSamples:
-    """Iterate it for the events of all answers, once. Made by AsyncSession.samples; for the rest as AsyncTurn."""
+    """Iterate it for the events of all answers, once. Made by AsyncSession.samples and resume_samples; for the rest as
+    AsyncTurn."""
 
-    def __init__(self, connection: Connection, request: chat_pb2.GenerateRequest) -> None:
-        self.turn_id = request.turn_id
+    def __init__(
+        self,
+        connection: Connection,
+        session_id: str,
+        turn_id: str,
+        n: int,
+        request: chat_pb2.GenerateRequest | None = None,
+    ) -> None:
+        """With a `request` they are started, without it existing ones are resumed (empty `turn_id`: the latest)."""
+        self.session_id = session_id
         self._connection = connection
         self._request = request
-        self._trackers = [TurnTracker(request.turn_id) for _ in range(max(1, request.n_samples))]
+        self._trackers = [TurnTracker(turn_id) for _ in range(n)]
         self._events = outliving(connection, self._is_finished, self._one_connection, self._lost)
+
+    @property
+    def turn_id(self) -> str:
+        """Known from the start for new answers; for the session's latest once the first event has come."""
+        return self._trackers[0].turn_id
 
     def __aiter__(self) -> Self:
         return self
@@ -58,9 +72,7 @@ class AsyncSamples:
 
     async def cancel(self) -> None:
         """Ends all of them; each keeps the tokens that came."""
-        request = request_of(
-            chat_pb2.CancelTurnRequest, session_id=self._request.session_id, turn_id=self._request.turn_id
-        )
+        request = request_of(chat_pb2.CancelTurnRequest, session_id=self.session_id, turn_id=self.turn_id)
         await self._connection.ask(self._connection.stub.CancelTurn, request)
 
     async def collect(self) -> list[Answer]:
@@ -78,13 +90,13 @@ class AsyncSamples:
 
     def _lost(self, failure: ClientError) -> SampleEvent:
         n_tokens = sum(tracker.next_index for tracker in self._trackers)
-        return SampleEvent(-1, self._request.session_id, ConnectionLost(str(failure), n_tokens))
+        return SampleEvent(-1, self.session_id, ConnectionLost(str(failure), n_tokens))
 
     async def _one_connection(self) -> AsyncGenerator[SampleEvent]:
         """Asked again, the request begins those that have not begun; what has begun is resumed."""
-        resumes = all(tracker.started for tracker in self._trackers)
-        call = self._resume() if resumes else self._connection.stub.Generate(self._request)
-        async with aclosing(self._read(call, repeats=not resumes)) as events:
+        request = None if all(tracker.started for tracker in self._trackers) else self._request
+        call = self._resume() if request is None else self._connection.stub.Generate(request)
+        async with aclosing(self._read(call, repeats=request is not None)) as events:
             async for event in events:
                 yield event
 
@@ -92,8 +104,8 @@ class AsyncSamples:
         return self._connection.stub.Resume(
             request_of(
                 chat_pb2.ResumeRequest,
-                session_id=self._request.session_id,
-                turn_id=self._request.turn_id,
+                session_id=self.session_id,
+                turn_id=self.turn_id,
                 from_indexes=[tracker.next_index for tracker in self._trackers],
             )
         )

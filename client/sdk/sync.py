@@ -24,6 +24,7 @@ from kvferry.client.sdk.values import (
     Message,
     ModelInfo,
     NodeInfo,
+    RawPrompt,
     Sampling,
     SessionDetails,
     SessionInfo,
@@ -152,12 +153,21 @@ class Client:
         finally:
             self._loop.close()
 
-    def create_session(self, session_id: str | None = None, *, model: str | None = None, tenant: str = "") -> Session:
+    def create_session(
+        self,
+        session_id: str | None = None,
+        *,
+        model: str | None = None,
+        tenant: str = "",
+        expires_after_s: int = 0,
+    ) -> Session:
         """A new conversation; without a name it gets one of its own, without a model the first one that is served.
 
         ``tenant``: whose it is. Nothing that is computed for it is reused for another tenant, nor the other way.
+        ``expires_after_s``: it is deleted when nobody used it for so long; 0: as the coordinator has it.
         """
-        return Session(self._loop, self._loop.run(self._async.create_session(session_id, model=model, tenant=tenant)))
+        creating = self._async.create_session(session_id, model=model, tenant=tenant, expires_after_s=expires_after_s)
+        return Session(self._loop, self._loop.run(creating))
 
     def session(self, session_id: str) -> Session:
         """A handle on a conversation that exists; asks nobody."""
@@ -210,7 +220,7 @@ class Session:
 
     def generate(
         self,
-        messages: str | Sequence[Message],
+        messages: str | Sequence[Message] | RawPrompt,
         *,
         images: Sequence[Image | bytes] = (),
         sampling: Sampling = GREEDY,
@@ -239,7 +249,7 @@ class Session:
 
     def samples(
         self,
-        messages: str | Sequence[Message],
+        messages: str | Sequence[Message] | RawPrompt,
         n: int,
         *,
         images: Sequence[Image | bytes] = (),
@@ -267,6 +277,10 @@ class Session:
             **fields,
         )
         return Samples(self._loop, samples)
+
+    def resume_samples(self, n: int, turn_id: str | None = None) -> Samples:
+        """Streams the first n answers again, from their first tokens on; without a name the latest request's."""
+        return Samples(self._loop, self._async.resume_samples(n, turn_id))
 
     def resume(self, turn_id: str | None = None, *, from_index: int = 0) -> Turn:
         """Streams a turn, running or finished, from any token on; without a name the latest one."""

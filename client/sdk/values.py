@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -57,6 +58,16 @@ class Message:
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RawPrompt:
+    """What the model goes on writing, in place of messages: a text or tokens, without the model's chat template.
+
+    All turns of a session have messages, or all have raw prompts.
+    """
+
+    prompt: str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +147,8 @@ class SessionInfo:
     forked_from: str
     last_node_id: str
     tenant: str
+    # Unused for so long it is deleted; 0: as the coordinator has it.
+    expires_after_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)

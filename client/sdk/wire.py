@@ -22,7 +22,7 @@ from kvferry.client.sdk.events import (
     TokenLogprob,
 )
 from kvferry.client.sdk.filling import request_of
-from kvferry.client.sdk.form_wire import answer_of, call_of, call_to_wire, form_to_wire, parts_of
+from kvferry.client.sdk.form_wire import answer_of, call_of, call_to_wire, form_to_wire, parts_of, raw_prompt_to_wire
 from kvferry.client.sdk.forms import FREE, AnswerForm
 from kvferry.client.sdk.values import (
     ClusterStatus,
@@ -32,6 +32,7 @@ from kvferry.client.sdk.values import (
     ModelInfo,
     NodeInfo,
     NodeState,
+    RawPrompt,
     Sampling,
     SessionDetails,
     SessionInfo,
@@ -168,7 +169,7 @@ def generate_request(
     session_id: str,
     turn_id: str,
     *,
-    messages: str | Sequence[Message],
+    messages: str | Sequence[Message] | RawPrompt,
     images: Sequence[Image | bytes],
     sampling: Sampling,
     max_tokens: int,
@@ -186,6 +187,7 @@ def generate_request(
         messages = (Message("user", messages, tuple(i if isinstance(i, Image) else Image(i) for i in images)),)
     elif images:
         raise InvalidRequest("images go with a text; with messages, give each image to its own message.")
+    raw, messages = (messages, ()) if isinstance(messages, RawPrompt) else (None, messages)
     if isinstance(stop, str):
         stop = (stop,)
     request = request_of(
@@ -199,6 +201,7 @@ def generate_request(
         priority=priority,
         timeout_seconds=timeout_s,
         n_samples=n_samples,
+        raw_prompt=None if raw is None else raw_prompt_to_wire(raw),
         **form_to_wire(form),
     )
     check_size(request)
@@ -252,6 +255,7 @@ def session_of(message: chat_pb2.Session) -> SessionInfo:
         forked_from=message.forked_from,
         last_node_id=message.last_node_id,
         tenant=message.tenant,
+        expires_after_s=message.expires_after_seconds,
     )
 
 

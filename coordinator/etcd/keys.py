@@ -6,6 +6,7 @@
     duty                     leased   the instance that does the housekeeping
     sessions/SESSION                  StoredSession; every write of a session compares this key first
     by_use/MILLISECONDS/SESSION       empty; the order of last use
+    by_expiry/MILLISECONDS/SESSION    empty; of sessions that expire by themselves, when they do if nobody uses them
     open/SESSION                      OpenTurn: the turn that is being answered, its epoch and who answers it
     turns/PLACE/POSITION/request      TurnRecord as it began
     turns/PLACE/POSITION/answer       StoredAnswer
@@ -67,6 +68,13 @@ class Keys:
 
     def use(self, updated_at_ms: int, session_id: str) -> bytes:
         return self._key("by_use", f"{updated_at_ms:0{MILLISECONDS_DIGITS}d}", session_id)
+
+    @property
+    def expiries(self) -> bytes:
+        return self._key("by_expiry", "")
+
+    def expiry(self, expires_at_ms: int, session_id: str) -> bytes:
+        return self._key("by_expiry", f"{expires_at_ms:0{MILLISECONDS_DIGITS}d}", session_id)
 
     @property
     def open_turns(self) -> bytes:

@@ -51,12 +51,12 @@ class NewSessions:
     async def _put(self, stored: StoredSession) -> SessionRecord:
         record = stored.record
         key = self._keys.session(record.session_id)
-        use = put(self._keys.use(record.updated_at_ms, record.session_id), b"")
+        places = [put(place, b"") for place in self._sessions.places_in_order(record)]
         while True:  # until nobody deletes a session meanwhile that raises the floor
             floor, is_still_so = await self._epoch_floor.read()
             begun = dataclasses.replace(record, epoch=max(record.epoch, floor))
             put_session = put(key, pack(dataclasses.replace(stored, record=begun)))
-            if await self._etcd.commit([absent(key), is_still_so], [put_session, use]):
+            if await self._etcd.commit([absent(key), is_still_so], [put_session, *places]):
                 return begun
             await self._check_absent(record.session_id)
 

@@ -154,17 +154,20 @@ class EtcdRegistry:
         return (await self._sessions.see(session_id)).record
 
     async def list_sessions(self, limit: int, after: PageKey | None) -> list[SessionRecord]:
-        before = self._keys.use(after.updated_at_ms, after.session_id) if after else b""
-        page = await self._sessions.by_use(before=before, limit=limit, newest_first=True)
+        end = self._keys.use(after.updated_at_ms, after.session_id) if after else end_of(self._keys.uses)
+        page = await self._sessions.in_order(self._keys.uses, end, limit=limit, newest_first=True)
         return await self._sessions.several([session_id for _, session_id in page])
 
-    async def idle_sessions(self, before_ms: int, limit: int) -> list[str]:
+    async def expired_sessions(self, now_ms: int, before_ms: int, limit: int) -> list[str]:
+        unused = await self._not_open(self._keys.uses, self._keys.use(before_ms, ""), limit)
+        due = await self._not_open(self._keys.expiries, self._keys.expiry(now_ms, ""), limit)
+        return list(dict.fromkeys([*unused, *due]))[:limit]
+
+    async def _not_open(self, start: bytes, end: bytes, limit: int) -> list[str]:
+        """Sessions without an open turn, of those with keys of an order between."""
         found: list[str] = []
-        start = b""
         while len(found) < limit:
-            page = await self._sessions.by_use(
-                before=self._keys.use(before_ms, ""), after=start, limit=limit, newest_first=False
-            )
+            page = await self._sessions.in_order(start, end, limit=limit)
             if not page:
                 break
             records = await self._sessions.several([session_id for _, session_id in page])
@@ -185,6 +188,7 @@ class EtcdRegistry:
         made = dataclasses.replace(
             fork, model=seen.record.model, tokenizer_digest=seen.record.tokenizer_digest, tenant=seen.record.tenant,
             n_tokens=len(tokens_of(copied)), n_turns=len(copied), forked_from=session_id,
+            expires_after_s=seen.record.expires_after_s,
         )  # fmt: skip
         return await self.import_session(made, copied)
 
@@ -200,7 +204,7 @@ class EtcdRegistry:
             conditions, raises_floor = await self._epoch_floor.raised_to(seen.record.epoch)
             changes = [
                 delete(self._keys.session(session_id)),
-                delete(self._keys.use(seen.record.updated_at_ms, session_id)),
+                *map(delete, self._sessions.places_in_order(seen.record)),
                 *delete_place(self._keys, seen.place),
                 *raises_floor,
             ]
@@ -347,8 +351,8 @@ class EtcdRegistry:
         stored = dataclasses.replace(seen.stored, record=record, n_begun=n_begun)
         changes = [put(self._keys.session(record.session_id), pack(stored))]
         if record.updated_at_ms != seen.record.updated_at_ms:
-            changes.append(delete(self._keys.use(seen.record.updated_at_ms, record.session_id)))
-            changes.append(put(self._keys.use(record.updated_at_ms, record.session_id), b""))
+            changes += map(delete, self._sessions.places_in_order(seen.record))
+            changes += [put(place, b"") for place in self._sessions.places_in_order(record)]
         return changes
 
     def _put_open(self, session_id: str, open_turn: OpenTurn) -> rpc_pb2.RequestOp:

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvferry.coordinator.errors import RegistryUnavailable, SessionBusy, TurnExists, UnknownSession, UnknownTurn
 from kvferry.coordinator.etcd.blobs import Blobs
-from kvferry.coordinator.etcd.client import EtcdClient, end_of, put
+from kvferry.coordinator.etcd.client import EtcdClient, put
 from kvferry.coordinator.etcd.keys import Keys, last_part
 from kvferry.coordinator.etcd.records import OpenTurn, StoredAnswer, StoredSession, pack, unpack
 from kvferry.coordinator.registry import SessionRecord, TurnRecord
@@ -134,17 +134,21 @@ class EtcdSessions:
         found = await self._etcd.all_in(self._keys.open_turns)
         return {last_part(kv.key): unpack(OpenTurn, kv.value) for kv in found}
 
-    async def by_use(
-        self, *, before: bytes, limit: int, newest_first: bool, after: bytes = b""
+    async def in_order(
+        self, start: bytes, end: bytes, *, limit: int, newest_first: bool = False
     ) -> list[tuple[bytes, str]]:
-        """Keys and sessions in order of last use, of those with a key between."""
-        start = after or self._keys.uses
-        page = await self._etcd.range(
-            start, before or end_of(self._keys.uses), limit=limit, descending=newest_first, keys_only=True
-        )
+        """Keys and sessions in order of last use or expiry, of those with a key between."""
+        page = await self._etcd.range(start, end, limit=limit, descending=newest_first, keys_only=True)
         return [(kv.key, last_part(kv.key)) for kv in page.kvs]
 
-    # What a write of a turn consists of.
+    # What a write of a session or a turn consists of.
+
+    def places_in_order(self, record: SessionRecord) -> list[bytes]:
+        """The keys under which a session is found by its last use, and by its expiry if it has one."""
+        keys = [self._keys.use(record.updated_at_ms, record.session_id)]
+        if record.expires_at_ms:
+            keys.append(self._keys.expiry(record.expires_at_ms, record.session_id))
+        return keys
 
     async def request_change(self, place: str, position: int, turn: TurnRecord) -> rpc_pb2.RequestOp:
         as_begun = dataclasses.replace(turn, outcome=None, epoch=0, fingerprint="")

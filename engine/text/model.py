@@ -35,7 +35,8 @@ class TextModel:
     _tokenizer: Tokenizer = field(repr=False)
     _table: list[bytes] = field(repr=False)
     _template: ChatTemplate = field(repr=False)
-    _first_token_id: int | None = field(repr=False)
+    # That a prompt begins with, and that no template writes; None: there is no such token.
+    first_token_id: int | None = field(repr=False)
     _literals: Mapping[str, int] = field(repr=False)
 
     @classmethod
@@ -115,8 +116,8 @@ class TextModel:
     ) -> list[int]:
         """The prompt of a new conversation. Raises InvalidMessage."""
         ids = self.encode(self.render(messages, add_generation_prompt=True, tools=tools, thinking=thinking))
-        if self._first_token_id is not None and ids[:1] != [self._first_token_id]:
-            return [self._first_token_id, *ids]
+        if self.first_token_id is not None and ids[:1] != [self.first_token_id]:
+            return [self.first_token_id, *ids]
         return ids
 
     def next_turn(
@@ -174,7 +175,7 @@ class TextModel:
             _tokenizer=tokenizer,
             _table=token_table(entries, literal_ids),
             _template=ChatTemplate(source, special_tokens),
-            _first_token_id=first_token_id,
+            first_token_id=first_token_id,
             _literals={entries[token_id]: token_id for token_id in literal_ids},
         )
 
@@ -191,7 +192,7 @@ class TextModel:
             _tokenizer=found.tokenizer,
             _table=token_table(found.entries, found.literal_ids),
             _template=ChatTemplate(found.template, found.special_tokens),
-            _first_token_id=None,  # a folder's template writes it itself
+            first_token_id=None,  # a folder's template writes it itself
             _literals={entry: i for i in found.literal_ids if (entry := found.entries[i]) is not None},
         )
 

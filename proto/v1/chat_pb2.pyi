@@ -302,6 +302,7 @@ class Session(_message.Message):
     FORKED_FROM_FIELD_NUMBER: _builtins.int
     LAST_NODE_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    EXPIRES_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     model: _builtins.str
     created_at_ms: _builtins.int
@@ -317,6 +318,8 @@ class Session(_message.Message):
     last_node_id: _builtins.str
     """The node that served last, empty when none did since the coordinator started."""
     tenant: _builtins.str
+    expires_after_seconds: _builtins.int
+    """As CreateSessionRequest has it."""
     def __init__(
         self,
         *,
@@ -331,10 +334,11 @@ class Session(_message.Message):
         forked_from: _builtins.str = ...,
         last_node_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        expires_after_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at_ms", b"created_at_ms", "epoch", b"epoch", "forked_from", b"forked_from", "last_node_id", b"last_node_id", "model", b"model", "n_tokens", b"n_tokens", "n_turns", b"n_turns", "open_turn_id", b"open_turn_id", "session_id", b"session_id", "tenant", b"tenant", "updated_at_ms", b"updated_at_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at_ms", b"created_at_ms", "epoch", b"epoch", "expires_after_seconds", b"expires_after_seconds", "forked_from", b"forked_from", "last_node_id", b"last_node_id", "model", b"model", "n_tokens", b"n_tokens", "n_turns", b"n_turns", "open_turn_id", b"open_turn_id", "session_id", b"session_id", "tenant", b"tenant", "updated_at_ms", b"updated_at_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -395,6 +399,7 @@ class CreateSessionRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    EXPIRES_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Chosen by the client, or empty: the coordinator chooses. 1 to 128 characters of [A-Za-z0-9._-]."""
     tenant: _builtins.str
@@ -403,16 +408,21 @@ class CreateSessionRequest(_message.Message):
     """
     model: _builtins.str
     """One that ListModels names; empty: the first of them."""
+    expires_after_seconds: _builtins.int
+    """Deleted when nobody used it for so long, if the coordinator does not delete it sooner; 0: as the coordinator has it. Forks
+    have it from their parents. A session with an open turn is in use.
+    """
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
         model: _builtins.str = ...,
+        expires_after_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_after_seconds", b"expires_after_seconds", "model", b"model", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -787,7 +797,7 @@ class ExportedTurn(_message.Message):
     reads_thinking: _builtins.bool
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """Without images: see pictures."""
+        """Without images: see pictures. None: the turn had a raw prompt."""
 
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -891,6 +901,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     N_SAMPLES_FIELD_NUMBER: _builtins.int
+    RAW_PROMPT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     turn_id: _builtins.str
     """Chosen by the client (a UUID), so that asking again after a lost connection never starts a second turn. Empty: the coordinator chooses."""
@@ -914,7 +925,7 @@ class GenerateRequest(_message.Message):
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The new messages only; earlier turns are the session's. At least one, the last one from the user or a tool."""
+        """The new messages only; earlier turns are the session's. At least one, the last one from the user or a tool. None with raw_prompt."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingSettings: ...
@@ -929,6 +940,12 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def format(self) -> Global___OutputFormat:
         """Of the content, after any thinking. With tools, and no choice required, a call is as good."""
+
+    @_builtins.property
+    def raw_prompt(self) -> Global___RawPrompt:
+        """Instead of messages: what the model goes on writing, without its chat template. All turns of a session are of one kind. No
+        tools or thinking go with it: the answer is text, whatever marks are in it.
+        """
 
     def __init__(
         self,
@@ -947,16 +964,47 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         timeout_seconds: _builtins.float = ...,
         n_samples: _builtins.int = ...,
+        raw_prompt: Global___RawPrompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "format", b"format", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "format", b"format", "raw_prompt", b"raw_prompt", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "format", b"format", "max_tokens", b"max_tokens", "messages", b"messages", "n_samples", b"n_samples", "priority", b"priority", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "thinking", b"thinking", "timeout_seconds", b"timeout_seconds", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "format", b"format", "max_tokens", b"max_tokens", "messages", b"messages", "n_samples", b"n_samples", "priority", b"priority", "raw_prompt", b"raw_prompt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "thinking", b"thinking", "timeout_seconds", b"timeout_seconds", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
     _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking) -> _WhichOneofReturnType__thinking | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class RawPrompt(_message.Message):
+    """Appended to the session's tokens as it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """At the beginning of a session the model's first token goes before it, if it has one. The text of a special token becomes that
+    token.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Instead of a text: exactly these tokens."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RawPrompt: _TypeAlias = RawPrompt  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):

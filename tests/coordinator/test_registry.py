@@ -481,9 +481,28 @@ async def test_what_nobody_used_for_long_is_found_the_longest_unused_first(regis
     for name, at_ms in (("b", 20), ("a", 10), ("open", 5), ("new", 99)):
         await registry.create_session(session(name, at_ms))
     await registry.begin_turn(turn(session_id="open", at_ms=6))
-    assert await registry.idle_sessions(before_ms=50, limit=10) == ["a", "b"]
-    assert await registry.idle_sessions(before_ms=50, limit=1) == ["a"]
-    assert await registry.idle_sessions(before_ms=10, limit=10) == []
+    assert await registry.expired_sessions(now_ms=60, before_ms=50, limit=10) == ["a", "b"]
+    assert await registry.expired_sessions(now_ms=60, before_ms=50, limit=1) == ["a"]
+    assert await registry.expired_sessions(now_ms=60, before_ms=10, limit=10) == []
+
+
+async def test_a_session_expires_after_the_time_that_it_says_itself(registry: Registry) -> None:
+    for name, seconds in (("never", 0), ("soon", 1), ("later", 9)):
+        await registry.create_session(dataclasses.replace(session(name, 10), expires_after_s=seconds))
+    assert await registry.expired_sessions(now_ms=1_010, before_ms=0, limit=10) == []
+    assert await registry.expired_sessions(now_ms=1_011, before_ms=0, limit=10) == ["soon"]
+    assert await registry.expired_sessions(now_ms=9_999, before_ms=0, limit=10) in (
+        ["later", "soon"],
+        ["soon", "later"],
+    )
+    await registry.begin_turn(turn(session_id="soon", at_ms=2_000))
+    assert await registry.expired_sessions(now_ms=9_000, before_ms=0, limit=10) == []
+    await finish(registry, session_id="soon", at_ms=3_000)
+    assert await registry.expired_sessions(now_ms=4_000, before_ms=0, limit=10) == []
+    assert await registry.expired_sessions(now_ms=4_001, before_ms=0, limit=10) == ["soon"]
+    assert (await registry.fork_session("soon", session("fork", 3_500), None)).expires_after_s == 1
+    await registry.delete_session("soon")
+    assert await registry.expired_sessions(now_ms=4_501, before_ms=0, limit=10) == ["fork"]
 
 
 # Crashes.
@@ -581,7 +600,8 @@ async def test_a_state_of_a_newer_version_is_refused_with_what_to_do(tmp_path: P
         await open_sqlite(tmp_path)
 
 
-WITHOUT_TENANTS = "ALTER TABLE sessions DROP COLUMN tenant;"
+WITHOUT_EXPIRY = "DROP INDEX sessions_by_expiry; ALTER TABLE sessions DROP COLUMN expires_after_s;"
+WITHOUT_TENANTS = f"{WITHOUT_EXPIRY} ALTER TABLE sessions DROP COLUMN tenant;"
 TERMS = "".join(f"ALTER TABLE turns DROP COLUMN {name};" for name in ("priority", "deadline_ms", "n_samples"))
 WITHOUT_TERMS = f"{WITHOUT_TENANTS} {TERMS}"
 WITHOUT_PICTURES = f"{WITHOUT_TERMS} ALTER TABLE turns DROP COLUMN pictures; DROP TABLE pixel_uses; DROP TABLE pixels;"
@@ -594,8 +614,9 @@ WITHOUT_PICTURES = f"{WITHOUT_TERMS} ALTER TABLE turns DROP COLUMN pictures; DRO
         (2, WITHOUT_PICTURES),
         (3, WITHOUT_TERMS),
         (4, WITHOUT_TENANTS),
+        (5, WITHOUT_EXPIRY),
     ],
-    ids=["1", "2", "3", "4"],
+    ids=["1", "2", "3", "4", "5"],
 )
 async def test_a_state_of_an_older_version_is_brought_up_to_date(tmp_path: Path, version: int, undo: str) -> None:
     import sqlite3
@@ -617,7 +638,7 @@ async def test_a_state_of_an_older_version_is_brought_up_to_date(tmp_path: Path,
         assert (await after.get_session("s")).tenant == ""
         await after.close()
     with sqlite3.connect(tmp_path / "registry.sqlite3") as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (5,)
+        assert db.execute("PRAGMA user_version").fetchone() == (6,)
     db.close()
 
 
@@ -632,9 +653,9 @@ async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     [
         ("CREATE TABLE meta (a)", "another program's"),
         ("CREATE TABLE songs (a); PRAGMA user_version = 1", "another program's"),
-        ("CREATE TABLE songs (a); PRAGMA user_version = 5", "another program's"),
+        ("CREATE TABLE songs (a); PRAGMA user_version = 6", "another program's"),
         (
-            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 5",
+            "CREATE TABLE meta AS SELECT 'coordinator_id' AS key, 'c' AS value; PRAGMA user_version = 6",
             "backup of it in its place",
         ),
     ],
