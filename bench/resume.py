@@ -79,7 +79,7 @@ class Bench:
         self.throttle = throttle
         self.disks = {disk: DISKS[disk] for disk in disks}
         self.flags = ("--threads", str(n_threads), "--kv-memory", f"{2 * (n_tokens + 1024) * 46_080}")
-        self.tokens = _some_tokens(model, n_tokens + N_NEXT)
+        self.tokens = some_tokens(model, n_tokens + N_NEXT)
         self.lines: dict[tuple[str, str], Line] = {}
         self.kernel_path = ""
 
@@ -120,7 +120,8 @@ def _n_bytes(path: Path) -> int:
     return path.stat().st_size
 
 
-def _some_tokens(model: str, n_tokens: int) -> list[int]:
+def some_tokens(model: str, n_tokens: int) -> list[int]:
+    """A text of so many tokens, the same every time."""
     story = "The ferry left the harbour before the fog had lifted, and nobody on deck knew the way. "
     text = TextModel.load(resolve_model(model))
     return text.encode(" ".join(f"{number}. {story}" for number in range(n_tokens)))[:n_tokens]
