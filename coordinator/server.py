@@ -43,6 +43,8 @@ from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from kvferry.telemetry.exposition import Exposition
 from kvferry.telemetry.host import HostMetrics
 from kvferry.telemetry.loop_lag import LoopLag
+from kvferry.telemetry.service_manager import ServiceManager
+from kvferry.telemetry.watchdog import Watchdog, loop_check
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,12 @@ MAX_CONCURRENT_CALLS: Final = 4_096
 
 STOP_SECONDS: Final = 1.0
 """Calls that are open at the end get their status at once; this is for bytes on the way."""
+
+START_SECONDS: Final = 120.0
+"""For reading tokenizers from an SD card, and for a registry of years that is brought up to the newest version."""
+
+CLOSE_SECONDS: Final = 15.0
+"""For calls that are answered, and a registry that writes to a slow disk."""
 
 UNREAD_SECONDS: Final = 10.0
 """How often turns that nobody reads are looked for."""
@@ -64,18 +72,25 @@ FLEET_SERVICE: Final = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].ful
 
 async def run(settings: CoordinatorSettings) -> None:
     """The whole life of a coordinator. Raises CannotStart, and what loading the model raises."""
+    manager = ServiceManager()
     stop = stop_on_signals()
     check_store(settings.store_place)
+    manager.starting("loads its tokenizers, and opens its registry", START_SECONDS)
     models = await asyncio.to_thread(load_all, settings.model, settings.image_tokens)
+    loop_lag = LoopLag(time.monotonic)
     async with (
         open_registry(settings) as registry,
-        serve(settings, models, registry) as address,
+        serve(settings, models, registry, loop_lag=loop_lag) as address,
     ):
         names = ", ".join(model.text.model_name for model in models)
         logger.info("serving %s on %s, generation %d", names, address, registry.generation)
         tell_ready(settings.ready_file, address, registry.coordinator_id)
-        await stop.wait()
+        status = f"serves {names} at {address}"
+        manager.ready(status)
+        with Watchdog(manager, [loop_check(lambda: loop_lag.beat_at)], lambda: status):
+            await stop.wait()
         logger.info("stopping")
+        manager.stopping("closes its registry", CLOSE_SECONDS)
 
 
 def tell_ready(path: Path | None, address: str, coordinator_id: str) -> None:
@@ -89,7 +104,11 @@ def tell_ready(path: Path | None, address: str, coordinator_id: str) -> None:
 
 @contextlib.asynccontextmanager
 async def serve(
-    settings: CoordinatorSettings, loaded: Sequence[LoadedModel], registry: Registry, rule: Rule = route
+    settings: CoordinatorSettings,
+    loaded: Sequence[LoadedModel],
+    registry: Registry,
+    rule: Rule = route,
+    loop_lag: LoopLag | None = None,
 ) -> AsyncIterator[str]:
     """Serve on ``settings.listen``; yields the address with the real port. Raises CannotListen, InvalidSettings."""
     models = served(loaded)
@@ -113,7 +132,7 @@ async def serve(
         sharing=settings.sharing, started_s=clock(), clock=clock, wall_ms=wall_ms,
     )  # fmt: skip
     chat_pb2_grpc.add_ChatServiceServicer_to_server(chat, server)
-    loop_lag = LoopLag(clock)
+    loop_lag = loop_lag or LoopLag(clock)
     metrics = CoordinatorMetrics(chat.status, lambda: n_waiting(turns), loop_lag)
     turns.on_finished = metrics.turn_finished
     forgetting = Forgetting(registry, snapshots, settings.sharing, wall_ms)

@@ -22,6 +22,8 @@ from kvferry.gateway.errors import CannotListen, ConfigInvalid
 from kvferry.gateway.models import Models
 from kvferry.proto.address import parse_address, why_not_listen
 from kvferry.proto.ready_file import write_ready_file
+from kvferry.telemetry.service_manager import ServiceManager
+from kvferry.telemetry.watchdog import Watchdog, loop_check
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,9 @@ def serve(config: GatewayConfig) -> None:
         log.info("the OpenAI API is at http://%s/v1", address)
         if config.ready_file is not None:
             tell_ready(config.ready_file, address)
+        manager.ready(status)
 
+    manager, status = ServiceManager(), f"serves at http://{address}"
     server = Server(
         uvicorn.Config(
             create_app(make_context),
@@ -68,15 +72,21 @@ def serve(config: GatewayConfig) -> None:
         ),
         on_ready,
     )
-    server.run(sockets=[listening])
+    with Watchdog(manager, [loop_check(lambda: server.beat_at)], lambda: status):
+        server.run(sockets=[listening])
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which says when it serves."""
+    """uvicorn, which says when it serves, and when it last came around."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self.beat_at = time.monotonic()
+
+    async def on_tick(self, counter: int) -> bool:
+        self.beat_at = time.monotonic()  # ten times a second
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Final, assert_never
 
@@ -68,6 +69,7 @@ class EngineThread:
         self._core = make_core(lambda turn, event: self._events.append((turn, event)))
         self._ending = False
         self._progressed = True
+        self.beat_at = time.monotonic()  # when the thread last came around, which it does without work as well
         self.view: NodeView = self._core.view()
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 
@@ -98,6 +100,7 @@ class EngineThread:
         try:
             self._prepare_thread()
             while not self._ending:
+                self.beat_at = time.monotonic()
                 commands = self._take_commands()
                 for command in commands:
                     self._handle(command)

@@ -63,9 +63,11 @@ def load_serving(
     version: str,
     on_fatal: Callable[[], None],
     on_store_done: Callable[[StoreDone], None] = lambda _: None,
+    begins: Callable[[str], None] = lambda _: None,
 ) -> Serving:
     """Everything but starting the engine thread. Raises EngineError (SelfTestFailed where the bits are wrong),
-    StoreMisconfigured. ``on_store_done`` is told what the I/O threads have done, on these threads."""
+    StoreMisconfigured. ``on_store_done`` is told what the I/O threads have done, on these threads; ``begins`` each step
+    that takes long."""
     path = resolve_model(config.model)
     if config.store_place is not None:
         check_store(config.store_place, config.store_stall_seconds)
@@ -79,9 +81,12 @@ def load_serving(
         kv=KvKind(config.kv),
         weights=config.weights,
     )
+    begins("loads its weights and compiles its kernels, if those are new")
     text = TextModel.load(path)
-    engine = Engine.load(path, options, progress=_PackingLog(time.monotonic), tokenizer_digest=text.digest)
+    progress = _PackingLog(time.monotonic, begins)
+    engine = Engine.load(path, options, progress=progress, tokenizer_digest=text.digest)
     log.info("weights: %s", engine.weights)
+    begins("tests itself on golden bits, and runs its kernels once")
     self_test(config.n_threads)
     _warm_up(engine)
     speculator, draft = make_speculator(config, engine)
@@ -143,13 +148,15 @@ def _vision_thread(config: NodeConfig, engine: Engine, deliver: Callable[[LookDo
 class _PackingLog:
     """Says how far packing is, every few seconds."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._said_at = clock, clock()
+    def __init__(self, clock: Callable[[], float], begins: Callable[[str], None]) -> None:
+        self._clock, self._said_at, self._begins = clock, clock(), begins
 
     def __call__(self, n_done: int, n_bytes: int) -> None:
         if self._clock() - self._said_at >= PACKING_LOG_SECONDS:
             self._said_at = self._clock()
-            log.info("packing weights: %d %% of %.1f GB", 100 * n_done // n_bytes, n_bytes / 1e9)
+            done = f"packing weights: {100 * n_done // n_bytes} % of {n_bytes / 1e9:.1f} GB"
+            log.info(done)
+            self._begins(done)
 
 
 def _write_budget(config: NodeConfig) -> WriteBudget | None:

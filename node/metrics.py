@@ -62,8 +62,8 @@ class NodeMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Nothing of the engine before it has loaded."""
         now = self._clock()
-        is_ready = self._state.serving is not None and not self._state.fence.draining
-        yield value("node_ready", "1 once the engine has warmed up, and until it drains.", is_ready)
+        is_ready = self._state.serving is not None and not (self._state.fence.draining or self._state.hangs)
+        yield value("node_ready", "1 once the engine has warmed up, until it drains; 0 while it hangs.", is_ready)
         yield value("node_uptime_seconds", "Since the process started.", now - self._state.started_at)
         yield labelled(
             "event_loop_lag_seconds", "How late the event loop woke in the last half minute.", "quantile",

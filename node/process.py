@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from kvferry.engine.cores import CoreChoice, pin_this_thread
 from kvferry.node.config import NodeConfig
 from kvferry.node.errors import ConfigInvalid, Draining, PortInUse
+from kvferry.node.liveness import describe, engine_check
 from kvferry.node.loading import load_serving
 from kvferry.node.membership import Memberships
 from kvferry.node.messages import Drain, DrainCount, Reply, Shutdown
@@ -35,6 +36,8 @@ from kvferry.proto.ready_file import write_ready_file
 from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
 from kvferry.telemetry.exposition import Exposition
 from kvferry.telemetry.host import HostMetrics
+from kvferry.telemetry.service_manager import ServiceManager
+from kvferry.telemetry.watchdog import Watchdog, loop_check
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +51,15 @@ MAX_CALLS: Final = 2048
 GRACE_SECONDS: Final = 1.0
 """For calls that are being answered when the server stops: their last message is on its way already."""
 
+START_STEP_SECONDS: Final = 300.0
+"""One step of the start may take so long: kernels take minutes to compile on a board, weights to be packed as well."""
+
 THREAD_END_SECONDS: Final = 2.0
 """For the engine's current step and the store's current call; whoever takes longer is left behind (both are
 daemons)."""
+
+END_SECONDS: Final = 2 * GRACE_SECONDS + 3 * THREAD_END_SECONDS + 5.0
+"""What may pass after a drain, at most, with room."""
 
 
 class Node:
@@ -73,6 +82,8 @@ class Node:
         self._drain: asyncio.Task[DrainCount] | None = None
         self._exposition = Exposition(config.metrics, NodeMetrics(self._state), HostMetrics("node"))
         self._cores = cores
+        self._manager = ServiceManager()
+        self._watchdog: Watchdog | None = None
 
     async def serve(self) -> int:
         """Serve until a signal; returns the exit code. Raises what stands in the way of starting."""
@@ -143,9 +154,12 @@ class Node:
         package_version = version("kvferry")
         note = self._state.store_watch.note
 
+        def begins(step: str) -> None:
+            self._manager.starting(step, START_STEP_SECONDS)
+
         def load() -> Serving:
             pin_this_thread(self._cores.allowed)  # packing and compiling take what there is: nothing is served yet
-            return load_serving(self._config, loop, boot_id, package_version, self._on_engine_failure, note)
+            return load_serving(self._config, loop, boot_id, package_version, self._on_engine_failure, note, begins)
 
         return load
 
@@ -161,7 +175,27 @@ class Node:
         if self._config.ready_file is not None:
             where = {"metrics": self._exposition.address} if self._exposition.address else {}
             _tell_ready(self._config.ready_file, self._address, node_id=self._config.node_id, **where)
+        self._watch(serving)
         log.info("node %s serves at %s (%s)", self._config.node_id, self._address, serving.identity.kernel_path)
+
+    def _watch(self, serving: Serving) -> None:
+        """Say that the node is ready, and that it gets on for as long as it does."""
+        loop = asyncio.get_running_loop()
+
+        def tell(trouble: str) -> None:
+            loop.call_soon_threadsafe(self._on_trouble, trouble)
+
+        checks = [engine_check(serving.engine), loop_check(lambda: self._state.loop_lag.beat_at)]
+        self._watchdog = Watchdog(self._manager, checks, lambda: describe(self._state), tell)
+        self._manager.ready(describe(self._state))
+        self._watchdog.start()
+
+    def _on_trouble(self, trouble: str) -> None:
+        """Be as ready as the node is."""
+        self._state.hangs = trouble
+        if not self._state.fence.draining:
+            status = health_pb2.HealthCheckResponse
+            self._health_task = asyncio.create_task(self._set_health(status.NOT_SERVING if trouble else status.SERVING))
 
     async def _until_stopped(self, task: asyncio.Future[T]) -> T | None:
         """The task's result, or None when the process is told to stop before."""
@@ -184,6 +218,8 @@ class Node:
         for task in (self._membership_task, self._lag_task):
             if task is not None:
                 task.cancel()
+        if self._watchdog is not None:
+            await asyncio.to_thread(self._watchdog.stop)
         if serving is not None:
             serving.engine.send(Shutdown(Draining("this node ends; the turn goes on elsewhere")))
         await asyncio.to_thread(self._exposition.stop)
@@ -206,6 +242,7 @@ class Node:
         if self._stop.is_set():  # the second one: at once
             os._exit(128 + number)
         log.info("%s: the node drains and ends", number.name)
+        self._manager.stopping("drains, and ends", self._config.drain_timeout_seconds + END_SECONDS)
         self._stop.set()
 
     def _on_engine_failure(self) -> None:

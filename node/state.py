@@ -76,6 +76,7 @@ class NodeState:
     started_at: float
     fence: Fence = field(default_factory=Fence)
     serving: Serving | None = None
+    hangs: str = ""  # says what does, if anything; by the watchdog
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     loop_lag: LoopLag = field(default_factory=lambda: LoopLag(time.monotonic))
     store_watch: StoreWatch = field(default_factory=StoreWatch)

@@ -34,12 +34,14 @@ class LoopLag:
     """Measures the loop that `run` runs in; event loop only."""
 
     clock: Callable[[], float]
+    beat_at: float = 0.0  # when it woke last; any thread may look
     _samples: deque[float] = field(default_factory=lambda: deque(maxlen=N_SAMPLES))
 
     async def run(self) -> None:
         """For ever; cancel it to stop."""
         while True:
-            due = self.clock() + INTERVAL_SECONDS
+            self.beat_at = self.clock()
+            due = self.beat_at + INTERVAL_SECONDS
             await asyncio.sleep(INTERVAL_SECONDS)
             self.add(self.clock() - due)
 

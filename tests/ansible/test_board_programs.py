@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,31 +15,6 @@ from .conftest import load_program
 @pytest.fixture
 def programs(ansible: Path) -> Path:
     return ansible / "roles/base/files"
-
-
-def wait_until_ready(programs: Path, file: Path, main_pid: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [programs / "wait_until_ready.sh", file],
-        env={**os.environ, "MAINPID": str(main_pid)},
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def test_a_start_waits_for_the_ready_file(tmp_path: Path, programs: Path) -> None:
-    ready = tmp_path / "ready.json"
-    with wait_until_ready(programs, ready, os.getpid()) as waiting:
-        with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(0.5)
-        ready.write_text("{}")
-        assert waiting.wait(10) == 0
-
-
-def test_a_start_fails_when_the_service_ends_before_it_is_ready(tmp_path: Path, programs: Path) -> None:
-    service = subprocess.Popen(["sleep", "60"])
-    with wait_until_ready(programs, tmp_path / "ready.json", service.pid) as waiting:
-        service.kill()
-        service.wait()
-        assert waiting.wait(10) == 1
 
 
 def small_tree(folder: Path) -> Path:

@@ -26,7 +26,7 @@ UNITS = {
     "kvferry-node.service": "node",
     "kvferry-warm-up@.service": "node",
 }
-PROGRAMS = ["board_settings.py", "wait_until_ready.sh", "warm_up.py"]
+PROGRAMS = ["board_settings.py", "warm_up.py"]
 # What defaults compute from facts and from the inventory.
 BOARD = {
     "ansible_managed": "Ansible managed",
@@ -122,6 +122,12 @@ def test_the_sandbox_lets_kernels_be_compiled(ansible: Path) -> None:
     settings = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
     assert "MemoryDenyWriteExecute" not in settings
     assert settings["NoNewPrivileges"] == "yes"
+
+
+@pytest.mark.parametrize("role", ["node", "coordinator"])
+def test_systemd_believes_a_service_and_not_its_process(ansible: Path, role: str) -> None:
+    unit = render(ansible, role, f"kvferry-{role}.service", **{f"{role}_watchdog_seconds": 17}).splitlines()
+    assert {"Type=notify", "NotifyAccess=main", "WatchdogSec=17", "Restart=always"} <= set(unit)
 
 
 def test_a_service_may_drain_before_it_is_killed(ansible: Path) -> None:
