@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from kvferry.telemetry.options import Format, telemetry_options
+
 
 @click.group()
 def coordinator() -> None:
@@ -47,15 +49,17 @@ def coordinator() -> None:
 @click.option(
     "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]), show_default=True
 )
-def run(config: Path | None, log_level: str, **options: Any) -> None:
+@telemetry_options
+def run(config: Path | None, log_level: str, log_format: Format | None, **options: Any) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     # What gRPC prints by itself, past our logging and in words of its own, we say.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # gRPC and the tokenizer are not needed to say that a path is wrong, or to print the help.
     from kvferry.coordinator.config import CoordinatorSettings
     from kvferry.coordinator.server import run as run_coordinator
+    from kvferry.telemetry.logs import configure_logs
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logs(log_level, log_format)
     logging.getLogger("stamina").setLevel(logging.ERROR)  # it tells each attempt and not why; we tell why, once
     for repeatable in ("model", "share_prefixes"):
         options[repeatable] = options[repeatable] or None  # none given: as the settings file has it

@@ -41,6 +41,7 @@ from kvferry.coordinator.transport import Messages, PlacementLost
 from kvferry.coordinator.turn import Blame, Loss, Phase, Turn
 from kvferry.proto.v1 import chat_pb2, worker_pb2
 from kvferry.store.vlkv3 import identity_ids
+from kvferry.telemetry.logs import log_with
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class TurnRunner:
 
     async def run(self) -> None:
         """The whole life of a turn, or until another coordinator has it: then it goes on there, or is over."""
+        log_with(session_id=self.turn.record.session_id, turn_id=self.turn.record.turn_id)
         left_s = self._seconds_left()
         timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, self._expire)
         try:
@@ -233,6 +235,7 @@ class TurnRunner:
             turn.epoch = epoch
             return
         node = choice.member.node
+        log_with(node_id=node.node_id, epoch=epoch)
         turn.place(
             node.node_id, node.fingerprint, epoch, candidates_of(choice), self._now(),
             predicted_s=prediction.seconds, n_candidates=choice.n_candidates,

@@ -15,7 +15,8 @@ from kvferry.gateway.choices import Choice, Json, usage_of
 from kvferry.gateway.context import Context, context_of
 from kvferry.gateway.errors import ApiError, api_error_of
 from kvferry.gateway.messages import messages_of
-from kvferry.gateway.samples import TurnOrder, merged, resume_samples, start_samples, with_pauses
+from kvferry.gateway.samples import TurnOrder, merged, resume_samples, session_of, start_samples, with_pauses
+from kvferry.telemetry.logs import log_with
 
 LAST_EVENT_ID = "last-event-id"
 
@@ -33,6 +34,7 @@ async def chat_completions(request: Request) -> Response:
     else:
         request_id, seen = f"chatcmpl-{context.new_id()}", (0,) * asked.n
         turns = await start_samples(context.client, request_id, model, _order(asked, context), asked.n)
+    log_with(session_id=session_of(request_id, 0))
     answer = ChatAnswer(request_id, asked, context, model, turns, seen)
     return await answer.streamed() if asked.stream else await answer.collected()
 

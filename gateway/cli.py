@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from kvferry.telemetry.options import Format, telemetry_options
+
 
 @click.group()
 def gateway() -> None:
@@ -27,16 +29,16 @@ def gateway() -> None:
 @click.option(
     "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]), show_default=True
 )
-def run(log_level: str, **flags: Any) -> None:
+@telemetry_options
+def run(log_level: str, log_format: Format | None, **flags: Any) -> None:
     """Serve until SIGTERM or Ctrl-C: chat completions, responses, models, health.
 
     Point a program's base_url at http://HOST:PORT/v1; any API key will do.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    import logging
-
     from kvferry.gateway.config import GatewayConfig
     from kvferry.gateway.process import serve
+    from kvferry.telemetry.logs import configure_logs
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logs(log_level, log_format)
     serve(GatewayConfig.load(flags))

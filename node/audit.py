@@ -125,7 +125,7 @@ class RestoreAudit:
             "ALARM: rows %d to %d of session %s, restored from snapshot %s, are not what this node computes (layers "
             "%s): they are dropped; run `kvferry kv fsck` on the store and `kvferry doctor` on the nodes that wrote it",
             look.start, look.start + self.geometry.block_size - 1, session_id, look.snapshot,
-            ", ".join(map(str, wrong)),
+            ", ".join(map(str, wrong)), extra={"session_id": session_id},
         )  # fmt: skip
         return session_id
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from kvferry.telemetry.options import Format, telemetry_options
+
 
 @click.group()
 def node() -> None:
@@ -55,7 +57,8 @@ def node() -> None:
     "--ready-file", type=click.Path(path_type=Path), help="File that says where the node serves, once it does."
 )
 @click.option("--log-level", help="debug, info, warning or error.  [default: info]")
-def run(config_file: Path | None, **flags: Any) -> None:
+@telemetry_options
+def run(config_file: Path | None, log_format: Format | None, **flags: Any) -> None:
     """Serve turns until SIGTERM, which drains: turns move on, sessions are saved. A second one ends at once.
 
     Each setting may also come from the environment (KVFERRY_NODE_MODEL ...) or from the TOML file; flags win over the
@@ -63,7 +66,6 @@ def run(config_file: Path | None, **flags: Any) -> None:
     """
     _silence_grpc()
     import asyncio
-    import logging
     import sys
 
     from kvferry.engine.cores import choose_cores, pin_this_thread
@@ -72,12 +74,11 @@ def run(config_file: Path | None, **flags: Any) -> None:
     pin_this_thread(cores.others)  # before gRPC starts threads, which inherit it
     from kvferry.node.config import load_config
     from kvferry.node.process import Node
+    from kvferry.telemetry.logs import configure_logs
 
     config = load_config(flags, config_file)
     config.check_here()
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logs(config.log_level, log_format, node_id=config.node_id)
 
     async def serve() -> int:
         return await Node(config, cores).serve()

@@ -10,12 +10,8 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvferry.engine.kv_cache import KvPool, KvSequence
 from kvferry.engine.scheduler import Job, Scheduler, StepOutput
-from kvferry.engine.vision.placed import Images
 from kvferry.engine.vision.sight import SeenPrompt
 from kvferry.engine.vision.tower import Features
 from kvferry.node.audit import RestoreAudit
@@ -151,9 +147,7 @@ class NodeCore:
         run = Run(turn=turn, sequence=sequence, n_published=n_published, n_resident=sequence.n_rows, logits=logits)
         self._runs[turn.run_id] = run
         if not turn.recompute:
-            run.restore = self._ask_restore(
-                turn.token_ids, sequence.n_rows, n_most, turn.namespace, turn.images, wants_logits=logits is None
-            )
+            run.restore = self._ask_restore(turn, sequence.n_rows, n_most, wants_logits=logits is None)
         run.restore_asked_at = self._clock()
         if run.restore is None:
             self._look(run)
@@ -185,7 +179,10 @@ class NodeCore:
             if run.restore is not None and (
                 stalled or now > run.restore_asked_at + self._limits.restore_deadline_seconds
             ):
-                log.warning("session %s: the store is too slow, rows are recomputed", run.session_id)
+                log.warning(
+                    "session %s: the store is too slow, rows are recomputed", run.session_id,
+                    extra={"session_id": run.session_id},
+                )  # fmt: skip
                 run.restore.abandoned, run.restore = True, None
                 run.restore_seconds = now - run.restore_asked_at
                 self._look(run)
@@ -273,14 +270,7 @@ class NodeCore:
     # Restores.
 
     def _ask_restore(
-        self,
-        token_ids: NDArray[np.int32],
-        n_rows: int,
-        n_most: int,
-        namespace: str,
-        images: Images,
-        *,
-        wants_logits: bool = False,
+        self, wanted: Turn | RestoreSession, n_rows: int, n_most: int, *, wants_logits: bool = False
     ) -> RestoreRequest | None:
         """Ask for a prefix that is worth more than the n_rows we have; None when that cannot be."""
         n_least = n_rows + self._limits.restore_min_tokens
@@ -290,7 +280,10 @@ class NodeCore:
         if n_short > 0 and self.memory.make_room(n_short) != "free":
             return None
         self._n_requests += 1
-        request = RestoreRequest(self._n_requests, token_ids, n_least, n_most, images, wants_logits, namespace)
+        request = RestoreRequest(
+            self._n_requests, wanted.session_id, wanted.token_ids, n_least, n_most, wanted.images, wants_logits,
+            wanted.namespace,
+        )  # fmt: skip
         self._io.submit(request)
         return request
 
@@ -306,7 +299,7 @@ class NodeCore:
         )
         n_rows = sequence.n_rows
         self.memory.keep(resident_of(wanted, sequence, n_published))
-        request = self._ask_restore(token_ids, n_rows, n_tokens, wanted.namespace, wanted.images)
+        request = self._ask_restore(wanted, n_rows, n_tokens)
         if request is None:
             wanted.reply.ok(Prefix.in_memory(n_tokens, n_rows))
         else:

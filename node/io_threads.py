@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engine.errors import OutOfKvMemory
-from kvferry.engine.kv_cache import KvPool, KvSequence, Planes
+from kvferry.engine.kv_cache import KvPool, KvSequence
 from kvferry.engine.vision.placed import Images
 from kvferry.node.errors import StoreDown
 from kvferry.node.io_lane import IoLane
 from kvferry.node.messages import PublishDone, Published, PublishRequest, RestoreDone, RestoreRequest, StoreNews
 from kvferry.node.refusals import refused_prefixes
-from kvferry.node.sequence_rows import SequenceRows
+from kvferry.node.staged_rows import RestoreAbandoned, StagedRows
 from kvferry.node.tenant_stores import TenantStores
 from kvferry.store.errors import (
     SnapshotGone,
@@ -34,6 +34,7 @@ from kvferry.store.errors import (
 )
 from kvferry.store.snapshot_store import Match, SnapshotStore
 from kvferry.store.vlkv3 import ContentSpan
+from kvferry.telemetry.logs import log_with
 
 log = logging.getLogger(__name__)
 
@@ -55,70 +56,6 @@ NOT_OPEN: Final = "the store is not open yet"
 def spans_of(images: Images) -> list[ContentSpan]:
     """Images as the store knows them."""
     return [ContentSpan(image.start, image.n_tokens, image.content_hash) for image in images]
-
-
-class RestoreAbandoned(Exception):
-    """Raised into a restore that nobody waits for any more."""
-
-
-class _Staging(SequenceRows):
-    """A sequence's rows that show progress, and stop when nobody waits for them any more."""
-
-    def __init__(
-        self,
-        pool: KvPool | None,
-        sequence: KvSequence,
-        tell: Callable[[], None],
-        request: RestoreRequest | None = None,
-        n_rows: int = 0,
-    ) -> None:
-        super().__init__(pool, sequence, n_rows)
-        self._tell = tell
-        self._request = request
-
-    def write_rows(self, layer: int, start: int, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-        """Stage rows start.. of a layer, float32 [n, kv_dim]."""
-        self._gets_on()
-        super().write_rows(layer, start, k, v)
-
-    def read_rows(
-        self, layer: int, start: int, stop: int, k_out: NDArray[np.float32], v_out: NDArray[np.float32]
-    ) -> None:
-        """Copy rows start..stop-1 of a layer out, float32 [stop - start, kv_dim]."""
-        super().read_rows(layer, start, stop, k_out, v_out)
-        self._gets_on()
-
-    def write_planes(self, layer: int, start: int, planes: Planes) -> None:
-        """Stage rows start.. of a layer, as the cache holds them."""
-        self._gets_on()
-        super().write_planes(layer, start, planes)
-
-    def read_planes(self, layer: int, start: int, stop: int, planes: Planes) -> None:
-        """Copy rows start..stop-1 of a layer out, as the cache holds them."""
-        super().read_planes(layer, start, stop, planes)
-        self._gets_on()
-
-    def tile_buffers(self, layer: int, first_block: int, n_blocks: int) -> list[memoryview] | None:
-        """Where the blocks lie; asked for every few MiB."""
-        self._gets_on()
-        return super().tile_buffers(layer, first_block, n_blocks)
-
-    def read_tiles_in_place(
-        self, fd: int, offset: int, layer: int, first_block: int, n_blocks: int, digests: memoryview
-    ) -> bool:
-        """Read tiles of a layer from a file; as often as ``tile_buffers`` would be asked."""
-        self._gets_on()
-        return super().read_tiles_in_place(fd, offset, layer, first_block, n_blocks, digests)
-
-    def read_rows_in_place(self, fd: int, offset: int, layer: int, start: int, n_rows: int, block_size: int) -> bool:
-        """The same for rows of version 1."""
-        self._gets_on()
-        return super().read_rows_in_place(fd, offset, layer, start, n_rows, block_size)
-
-    def _gets_on(self) -> None:
-        if self._request is not None and self._request.abandoned:
-            raise RestoreAbandoned
-        self._tell()
 
 
 class IoThreads:
@@ -305,6 +242,7 @@ class IoThreads:
         """Read the longest prefix that is there and whole. Whatever fails, the rows can be computed."""
         refused: list[str] = []
         done = RestoreDone(request=request)
+        log_with(session_id=request.session_id)
         with self._reads.working("restoring a session") as began_at:
             try:
                 if self._stores is not None and not request.abandoned:
@@ -360,7 +298,7 @@ class IoThreads:
         sequence = self._new_sequence()
         try:
             n_rows = store.restore_usable(
-                match, n_rows, _Staging(self._pool, sequence, self._reads.tell, request, n_rows)
+                match, n_rows, StagedRows(self._pool, sequence, self._reads.tell, request, n_rows)
             )
             sequence.commit(n_rows)
         except BaseException:
@@ -388,9 +326,10 @@ class IoThreads:
     def _publish(self, request: PublishRequest) -> PublishDone:
         if self._stores is None:
             return PublishDone(request=request, error=StoreDown(self._write_error))
+        log_with(session_id=request.session_id)
         with self._writes.working("publishing a session") as began_at:
             try:
-                rows = _Staging(self._pool, request.sequence, self._writes.tell)
+                rows = StagedRows(self._pool, request.sequence, self._writes.tell)
                 store = self._stores.prepared(request.namespace)
                 info = store.publish(request.token_ids, rows, spans=spans_of(request.images), logits=request.logits)
             except StoreError as error:

@@ -146,7 +146,10 @@ class RowMemory:
     def _evict(self, victim: Resident) -> None:
         """Let a session go, saved first: if that fails it is gone all the same."""
         self.sessions.take(victim.session_id)
-        log.info("session %s leaves memory (%d rows)", victim.session_id, len(victim.token_ids))
+        log.info(
+            "session %s leaves memory (%d rows)", victim.session_id, len(victim.token_ids),
+            extra={"session_id": victim.session_id},
+        )  # fmt: skip
         if (
             self.publisher.is_worth(victim)
             and not victim.publish_failed

@@ -143,6 +143,7 @@ class RestoreRequest:
     """
 
     request_id: int
+    session_id: str
     token_ids: NDArray[np.int32]
     n_rows_at_least: int
     n_rows_at_most: int

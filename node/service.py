@@ -41,6 +41,7 @@ from kvferry.node.wire import (
 )
 from kvferry.proto.status import status_of, trailing_metadata
 from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
+from kvferry.telemetry.logs import log_with
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         # Before it is admitted: a turn of an older epoch must not begin after one of a newer.
         rule = await self._state.ready().rules.rule(request.grammar, request.token_ids[request.n_prompt_tokens :])
         turn = self._admit(request, rule)
+        log_with(session_id=turn.session_id, turn_id=turn.turn_id, epoch=turn.epoch)
         engine = self._state.ready().engine
         self._state.open_turn(turn)
         try:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvferry.engine.kv_cache import KvGeometry, KvPool, KvSequence
-from kvferry.node import io_threads
 from kvferry.node.io_lane import IoLane
 from kvferry.node.io_threads import IoThreads
 from kvferry.node.messages import PublishRequest, RestoreDone, RestoreRequest
 from kvferry.node.sequence_rows import SequenceRows
+from kvferry.node.staged_rows import StagedRows
 from kvferry.store import geometry
 from kvferry.store.snapshot_store import SnapshotStore
 
@@ -49,7 +49,7 @@ class Kit:
         sequence.release()
 
     def restore(self) -> tuple[RestoreRequest, RestoreDone]:
-        request = RestoreRequest(2, np.append(IDS, 7).astype(np.int32), 16, len(IDS))
+        request = RestoreRequest(2, "s", np.append(IDS, 7).astype(np.int32), 16, len(IDS))
         self.io.submit(request)
         return request, self.answers.get(timeout=10)
 
@@ -86,7 +86,7 @@ def test_a_restore_that_nobody_waits_for_stops_and_gives_its_memory_back(
     kit: Kit, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_read = 0
-    read, waiting = getattr(SequenceRows, IN_PLACE[version]), io_threads._Staging
+    read, waiting = getattr(SequenceRows, IN_PLACE[version]), StagedRows
 
     def abandoned_meanwhile(rows, *arguments):
         nonlocal n_read

@@ -38,7 +38,7 @@ def kit(tmp_path: Path) -> Iterator[Kit]:
 
 def restored(kit: Kit, ids: np.ndarray, namespace: str) -> KvSequence | None:
     """What the store has for a turn of a namespace."""
-    kit.io.submit(RestoreRequest(1, ids, 16, len(ids), namespace=namespace))
+    kit.io.submit(RestoreRequest(1, "s", ids, 16, len(ids), namespace=namespace))
     done = kit.answers.get(timeout=10)
     assert isinstance(done, RestoreDone)
     return done.sequence
