@@ -35,7 +35,7 @@ async def create_response(request: Request) -> Response:
     messages, form = asked.messages(), asked.form()
     sampling = asked.sampling(context.new_seed, logprobs=asked.wants_logprobs, top_logprobs=asked.top_logprobs)
     session = await _new_session(context, asked.model, asked.previous_response_id)
-    log_with(session_id=session.session_id)
+    log_with(session_id=session.id)
     turn = session.generate(messages, sampling=sampling, max_tokens=asked.max_output_tokens or 0, form=form)
     stream = ResponseStream(_base(await session.details()))
     if asked.stream:
