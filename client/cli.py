@@ -23,6 +23,7 @@ SHORT_HELP: Final = {
     "node": "Run a node.",
     "coordinator": "Run a coordinator.",
     "gateway": "Serve the OpenAI HTTP API.",
+    "config": "Show, check or begin the settings of a node, a coordinator or a gateway.",
     "kv": "List, inspect, verify, convert, repair and remove KV snapshots.",
     "score": "Compute logits and KV rows of given tokens, to compare with another implementation.",
     "doctor": "Say which kernels run on this machine, and check their bits.",

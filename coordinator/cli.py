@@ -63,8 +63,7 @@ def run(config: Path | None, log_level: str, log_format: Format | None, **option
     logging.getLogger("stamina").setLevel(logging.ERROR)  # it tells each attempt and not why; we tell why, once
     for repeatable in ("model", "share_prefixes"):
         options[repeatable] = options[repeatable] or None  # none given: as the settings file has it
-    settings = CoordinatorSettings.load(config, options)
-    settings.check_here()
+    settings = CoordinatorSettings.load(options, config, here=True)
     if settings.ready_file is not None:
         settings.ready_file.unlink(missing_ok=True)
     asyncio.run(run_coordinator(settings))

@@ -3,80 +3,189 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, ClassVar, Final
 
 import pydantic
-import pydantic_settings
-from pydantic import Field
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from kvferry.coordinator.errors import InvalidName, InvalidSettings
 from kvferry.coordinator.etcd.address import RegistryAddress
 from kvferry.coordinator.tenants import Sharing
 from kvferry.proto.address import parse_address
 from kvferry.proto.ready_file import why_not_ready_file
+from kvferry.settings import Settings, setting
 from kvferry.store.place import StorePlace
-
-Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
-
 
 IMAGE_TOKENS: Final = 1_024
 
 
-class CoordinatorSettings(pydantic_settings.BaseSettings):
+class CoordinatorSettings(Settings):
     """In order of precedence: command line, KVFERRY_COORDINATOR_… in the environment, the TOML file of --config."""
 
-    model_config = pydantic_settings.SettingsConfigDict(
-        env_prefix="KVFERRY_COORDINATOR_", extra="forbid", frozen=True, protected_namespaces=()
-    )
+    model_config = SettingsConfigDict(env_prefix="KVFERRY_COORDINATOR_")
 
-    # Fetched names, GGUF files or folders; only their tokenizers and templates are used. The first one is that of
-    # sessions that name none.
-    model: Annotated[tuple[str, ...], pydantic_settings.NoDecode, Field(min_length=1)]
-    listen: str = "127.0.0.1:7070"
-    # Where the conversations are kept: etcd://HOST:PORT,HOST:PORT/PREFIX, which several coordinators share, or a folder
-    # of this coordinator's own.
-    registry: str | None = None
-    state: Annotated[Path | None, Field(validate_default=True)] = None
-    # HOST[:PORT] at which the others that share the registry reach this one, if not at ``listen``.
-    advertise: Annotated[str | None, Field(validate_default=True)] = None
-    # The shared snapshots, a folder or s3://BUCKET/PREFIX; without them routing does not know what can be restored. A
-    # coordinator that may only read there leaves the snapshots of deleted sessions to the nodes' eviction. The key is
-    # needed where the nodes have one.
-    store: Annotated[str, Field(min_length=1)] | None = None
-    store_key_file: Path | None = None
-    store_encrypted: bool = False
-    # A node silent for this long has lost its turns; for half of it, it gets no new ones (reliability.md section 5).
-    lease: Annotated[float, Field(ge=0.3, le=600)] = 3.0
-    # A node whose engine has not finished a step for this long while it had work hangs, however well it still speaks.
-    # Longer than the slowest honest step: 512 rows of a 2B model take some 25 s on a board.
-    stall: Annotated[float, Field(ge=0.3, le=3600)] = 60.0
-    # After a restart nothing is placed for this long, so that nodes that hold rows can register first. Default: two
-    # heartbeats.
-    grace: Annotated[float, Field(ge=0, le=600)] | None = None
-    # How long a client waits for a node before it is told that there is none. Longer than a failover, shorter than
-    # patience.
-    no_node_wait: Seconds = 2.0
-    max_losses: Annotated[int, Field(ge=1, le=100)] = 3
-    max_placements: Annotated[int, Field(ge=1, le=100)] = 3
-    # Open turns of all sessions. Each costs its token list; a fleet of ten boards runs some hundred at once.
-    max_open_turns: Annotated[int, Field(ge=1, le=100_000)] = 1_024
-    # An answer goes on while nobody is connected, for a client that comes back; after so many seconds of a node's work
-    # that nobody read, it is ended with the tokens it has. 0: never.
-    unread_limit: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 600.0
-    # One image takes at most so many tokens; larger ones are scaled down. 1,024 are a megapixel, which a board looks at
-    # for some half a minute.
-    image_tokens: Annotated[int, Field(ge=4, le=1 << 20)] = IMAGE_TOKENS
-    # Tenants that share prefixes, each group's names with commas between them; "*": all do. Whoever shares can find
-    # out, from how long a first token takes, whether another one sent the same text before.
-    share_prefixes: tuple[str, ...] = ()
-    # Sessions that nobody used for so many days are deleted; 0: never.
-    expire_days: Annotated[float, Field(ge=0, le=36_500, allow_inf_nan=False)] = 0.0
-    # At least this generation: the operator's word against nodes that remember a newer coordinator, which is gone for
-    # good.
-    generation: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    # HOST:PORT at which Prometheus may ask.
-    metrics: str | None = None
-    ready_file: Path | None = None
+    role: ClassVar = "coordinator"
+    invalid: ClassVar = InvalidSettings
+    here: ClassVar = {"ready_file": lambda value: why_not_ready_file(Path(value))}
+
+    model: Annotated[tuple[str, ...], NoDecode] = setting(
+        min_length=1,
+        what="fetched names, GGUF files or folders, as the nodes'; the first is that of sessions that name none",
+        why="only tokenizers and templates of them are used: no weights are loaded",
+        example=("smollm2-135m",),
+    )
+    listen: str = setting(
+        "127.0.0.1:7070",
+        what="HOST:PORT where clients and nodes reach it",
+        why="only this machine can reach loopback: what a fleet shall reach is opened on purpose",
+    )
+    registry: str | None = setting(
+        None,
+        what="etcd://HOST:PORT,HOST:PORT/PREFIX, which several coordinators share, in place of state",
+        why="only for a fleet that must survive the coordinator's board; etcd wants three boards of its own",
+        example="etcd://192.0.2.1:2379,192.0.2.2:2379,192.0.2.3:2379",
+    )
+    state: Path | None = setting(
+        None,
+        validate_default=True,
+        what="folder of this coordinator's own, on a local disk, where the conversations are kept",
+        why="one of state and registry is needed: conversations outlive the process",
+        example="/var/lib/kvferry/coordinator",
+    )
+    advertise: str | None = setting(
+        None,
+        validate_default=True,
+        what="HOST[:PORT] at which others that share the registry reach this one, if not at listen",
+        why="needed when listening at all addresses",
+        example="192.0.2.1",
+    )
+    # A coordinator that may only read there leaves the snapshots of deleted sessions to the nodes' eviction.
+    store: str | None = setting(
+        None,
+        min_length=1,
+        what="the shared snapshots: a folder or s3://BUCKET/PREFIX, as the nodes have it",
+        why="without them routing does not know what can be restored",
+        example="/mnt/kvferry",
+    )
+    store_key_file: Path | None = setting(
+        None,
+        what="file with the fleet's key, where the nodes have one",
+        why="a coordinator without it cannot read what they signed",
+        example="/etc/kvferry/store.key",
+    )
+    store_encrypted: bool = setting(
+        default=False, what="the nodes encrypt snapshots with that key", why="as the nodes have it"
+    )
+    # reliability.md section 5
+    lease: float = setting(
+        3.0,
+        ge=0.3,
+        le=600,
+        unit="seconds",
+        what="silence after which a node has lost its turns; for half of it, it gets no new ones",
+        why="shorter finds a dead node sooner, and takes a busy network for one",
+    )
+    stall: float = setting(
+        60.0,
+        ge=0.3,
+        le=3600,
+        unit="seconds",
+        what="without a finished step while there was work: a node hangs, however well it still speaks",
+        why="longer than the slowest honest step: 512 rows of a 2B model take some 25 s on a board",
+    )
+    grace: float | None = setting(
+        None,
+        ge=0,
+        le=600,
+        unit="seconds",
+        what="after a restart nothing is placed for so long; not set: two heartbeats",
+        why="nodes that hold rows can register first",
+        example=2.0,
+    )
+    no_node_wait: float = setting(
+        2.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        unit="seconds",
+        what="how long a client waits for a node before it is told that there is none",
+        why="longer than a failover, shorter than patience",
+    )
+    max_losses: int = setting(
+        3,
+        ge=1,
+        le=100,
+        unit="nodes",
+        what="nodes that a turn may lose before it fails",
+        why="a turn that took down three nodes is not given a fourth",
+    )
+    max_placements: int = setting(
+        3,
+        ge=1,
+        le=100,
+        unit="placements",
+        what="placements of a turn that may fail in a row before it pauses",
+        why="a fleet in trouble is not hammered",
+    )
+    max_open_turns: int = setting(
+        1_024,
+        ge=1,
+        le=100_000,
+        unit="turns",
+        what="open turns of all sessions",
+        why="each costs its token list; a fleet of ten boards runs some hundred at once",
+    )
+    unread_limit: float = setting(
+        600.0,
+        ge=0,
+        le=86_400,
+        allow_inf_nan=False,
+        unit="seconds",
+        what="of a node's work that nobody read, after which an answer is ended with the tokens it has; 0: never",
+        why="an answer goes on while nobody is connected, for a client that comes back; not for ever",
+    )
+    image_tokens: int = setting(
+        IMAGE_TOKENS,
+        ge=4,
+        le=1 << 20,
+        unit="tokens",
+        what="most tokens of one image; larger ones are scaled down",
+        why="1,024 are a megapixel, which a board looks at for some half a minute",
+    )
+    share_prefixes: tuple[str, ...] = setting(
+        (),
+        what='tenants that share prefixes, each group\'s names with commas between them; "*": all do',
+        why="whoever shares can find out, from how long a first token takes, whether another one sent the text before",
+        example=("a,b",),
+    )
+    expire_days: float = setting(
+        0.0,
+        ge=0,
+        le=36_500,
+        allow_inf_nan=False,
+        unit="days",
+        what="sessions that nobody used for so long are deleted; 0: never",
+        why="nothing that was said is deleted unless somebody asked for it",
+    )
+    generation: int = setting(
+        0,
+        ge=0,
+        lt=2**63,
+        what="be at least this generation",
+        why="the operator's word against nodes that remember a newer coordinator, which is gone for good",
+    )
+    metrics: str | None = setting(
+        None,
+        what="HOST:PORT at which Prometheus may ask; not set: nowhere",
+        why="the port is open to whoever reaches it: an operator opens it on purpose",
+        example="127.0.0.1:9100",
+    )
+    ready_file: Path | None = setting(
+        None,
+        what="file that says where the coordinator serves, once it does",
+        why="for whoever starts it and waits, such as scripts and tests",
+        example="/run/kvferry/coordinator.json",
+    )
 
     @pydantic.field_validator("model", mode="before")
     @classmethod
@@ -132,27 +241,6 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
         """Which tenants share prefixes."""
         return Sharing.of(self.share_prefixes)
 
-    @classmethod
-    def load(cls, toml_path: Path | None, command_line: dict[str, Any]) -> Self:
-        """Raises InvalidSettings that names every problem at once."""
-        given = {key: value for key, value in command_line.items() if value is not None}
-        if toml_path is not None and not toml_path.is_file():
-            raise InvalidSettings(f"there is no settings file {toml_path}")
-        namespace = {
-            "__module__": cls.__module__,
-            "model_config": pydantic_settings.SettingsConfigDict(toml_file=toml_path),
-        }
-        configured: type[Self] = type(cls.__name__, (cls,), namespace)
-        try:
-            return configured(**given)
-        except pydantic.ValidationError as e:
-            problems = "; ".join(
-                f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')}" for p in e.errors()
-            )
-            raise InvalidSettings(f"the coordinator's settings are not right: {problems}") from e
-        except (ValueError, OSError) as e:  # not TOML, or not readable
-            raise InvalidSettings(f"the settings file {toml_path} cannot be read: {e}") from e
-
     @property
     def store_place(self) -> StorePlace | None:
         """Where snapshots lie, and how they are sealed."""
@@ -163,19 +251,3 @@ class CoordinatorSettings(pydantic_settings.BaseSettings):
         if self.advertise is None:
             return bound
         return self.advertise if ":" in self.advertise else f"{self.advertise}:{bound.rpartition(':')[2]}"
-
-    def check_here(self) -> None:
-        """What only the machine that it is for can tell; raises InvalidSettings."""
-        if self.ready_file is not None and (problem := why_not_ready_file(self.ready_file)) is not None:
-            raise InvalidSettings(f"the coordinator's settings are not right: ready_file: {problem}")
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[pydantic_settings.BaseSettings],
-        init_settings: pydantic_settings.PydanticBaseSettingsSource,
-        env_settings: pydantic_settings.PydanticBaseSettingsSource,
-        dotenv_settings: pydantic_settings.PydanticBaseSettingsSource,  # noqa: ARG003 - the hook's signature
-        file_secret_settings: pydantic_settings.PydanticBaseSettingsSource,  # noqa: ARG003 - the hook's signature
-    ) -> tuple[pydantic_settings.PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, pydantic_settings.TomlConfigSettingsSource(settings_cls)

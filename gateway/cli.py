@@ -17,6 +17,7 @@ def gateway() -> None:
 
 
 @gateway.command()
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with any of these settings.")
 @click.option(
     "--coordinator", metavar="HOST:PORT[,...]", help="The coordinator, or several.  [default: 127.0.0.1:7070]"
 )
@@ -30,7 +31,7 @@ def gateway() -> None:
     "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]), show_default=True
 )
 @telemetry_options
-def run(log_level: str, log_format: Format | None, **flags: Any) -> None:
+def run(config_file: Path | None, log_level: str, log_format: Format | None, **flags: Any) -> None:
     """Serve until SIGTERM or Ctrl-C: chat completions, responses, models, health.
 
     Point a program's base_url at http://HOST:PORT/v1; any API key will do.
@@ -41,4 +42,4 @@ def run(log_level: str, log_format: Format | None, **flags: Any) -> None:
     from kvferry.telemetry.logs import configure_logs
 
     configure_logs(log_level, log_format)
-    serve(GatewayConfig.load(flags))
+    serve(GatewayConfig.load(flags, config_file, here=True))

@@ -1,27 +1,57 @@
-"""The gateway's settings: command line, then KVFERRY_GATEWAY_… in the environment, then the defaults."""
+"""The gateway's settings: flags, then KVFERRY_GATEWAY_… in the environment, then a TOML file, then the defaults."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import ClassVar
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import ValidationInfo, field_validator
+from pydantic_settings import SettingsConfigDict
 
 from kvferry.gateway.errors import ConfigInvalid
 from kvferry.proto.address import parse_address
+from kvferry.proto.ready_file import why_not_ready_file
+from kvferry.settings import Settings, setting
 
 
-class GatewayConfig(BaseSettings):
+class GatewayConfig(Settings):
     """A frozen, validated value, made once."""
 
-    model_config = SettingsConfigDict(env_prefix="KVFERRY_GATEWAY_", frozen=True, extra="forbid", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix="KVFERRY_GATEWAY_")
 
-    coordinator: str = Field(default="127.0.0.1:7070", description="HOST:PORT of the coordinator, or of several")
-    listen: str = Field(default="127.0.0.1:8080", description="HOST:PORT to serve HTTP at; port 0 takes a free one")
-    patience_seconds: float = Field(default=60.0, ge=0, le=3600, description="for a coordinator that is away")
-    allow_kill: bool = Field(default=False, description="let the dashboard kill nodes of a local cluster")
-    ready_file: Path | None = Field(default=None, description="file that says where the gateway serves, once it does")
+    role: ClassVar = "gateway"
+    invalid: ClassVar = ConfigInvalid
+    here: ClassVar = {"ready_file": lambda value: why_not_ready_file(Path(value))}
+
+    coordinator: str = setting(
+        "127.0.0.1:7070",
+        what="HOST:PORT of the coordinator, or of several with commas between them",
+        why="where a coordinator on the same machine listens unless told otherwise",
+    )
+    listen: str = setting(
+        "127.0.0.1:8080",
+        what="HOST:PORT to serve HTTP at; port 0 takes a free one",
+        why="only this machine can reach loopback: what others shall reach is opened on purpose",
+    )
+    patience_seconds: float = setting(
+        60.0,
+        ge=0,
+        le=3600,
+        unit="seconds",
+        what="how long a request waits for a coordinator that is away",
+        why="a coordinator that was restarted is back in seconds; a board that boots takes most of a minute",
+    )
+    allow_kill: bool = setting(
+        default=False,
+        what="let the dashboard kill nodes that were started beside it",
+        why="for showing what a fleet survives; `kvferry up` sets it",
+    )
+    ready_file: Path | None = setting(
+        None,
+        what="file that says where the gateway serves, once it does",
+        why="for whoever starts it and waits, such as scripts and tests",
+        example="/run/kvferry/gateway.json",
+    )
 
     @field_validator("coordinator", "listen")
     @classmethod
@@ -30,14 +60,3 @@ class GatewayConfig(BaseSettings):
         for address in addresses:
             parse_address(address, to_listen=info.field_name == "listen")
         return value
-
-    @classmethod
-    def load(cls, flags: dict[str, Any]) -> Self:
-        """Raises ConfigInvalid that names every problem at once."""
-        try:
-            return cls(**{name: value for name, value in flags.items() if value is not None})
-        except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')}" for p in error.errors()
-            )
-            raise ConfigInvalid(f"the gateway's settings are not right: {problems}") from error

@@ -72,12 +72,12 @@ def run(config_file: Path | None, log_format: Format | None, **flags: Any) -> No
 
     cores = choose_cores()
     pin_this_thread(cores.others)  # before gRPC starts threads, which inherit it
-    from kvferry.node.config import load_config
+    from kvferry.node.config import NodeConfig
+
+    config = NodeConfig.load(flags, config_file, here=True)
     from kvferry.node.process import Node
     from kvferry.telemetry.logs import configure_logs
 
-    config = load_config(flags, config_file)
-    config.check_here()
     configure_logs(config.log_level, log_format, node_id=config.node_id)
 
     async def serve() -> int:

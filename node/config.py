@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 import socket
-import tomllib
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import ClassVar, Final, Literal
 
-from pydantic import ByteSize, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic import ByteSize, ValidationInfo, field_validator
+from pydantic_settings import SettingsConfigDict
 
 from kvferry.engine.cores import choose_cores
 from kvferry.node.errors import ConfigInvalid
 from kvferry.proto.address import parse_address
 from kvferry.proto.ready_file import why_not_ready_file
+from kvferry.settings import Settings, setting
 from kvferry.store.place import StorePlace
 
 NODE_ID: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
@@ -34,104 +29,247 @@ def _default_node_id() -> str:
     return cleaned[:63].rstrip("-._") or "node"
 
 
-class NodeConfig(BaseSettings):
-    """A frozen, validated value, made once; see the description of each field."""
+class NodeConfig(Settings):
+    """A frozen, validated value, made once; see the description of each setting."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="KVFERRY_NODE_", frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
-    )
+    model_config = SettingsConfigDict(env_prefix="KVFERRY_NODE_")
 
-    model: str = Field(min_length=1, description="fetched name, GGUF file or folder of the model")
-    coordinator: str | None = Field(
-        default=None, description="HOST:PORT of the coordinator, or of several; none: serve alone"
-    )
-    store: str | None = Field(
-        default=None,
+    role: ClassVar = "node"
+    invalid: ClassVar = ConfigInvalid
+    here: ClassVar = {"ready_file": lambda value: why_not_ready_file(Path(value))}
+
+    model: str = setting(
         min_length=1,
-        description="folder of the snapshot store, or s3://BUCKET/PREFIX; none: keep rows in memory only",
+        what="fetched name, GGUF file or folder of the model",
+        why="there is no model that suits everybody; all nodes of a fleet serve those of its coordinator",
+        example="smollm2-135m",
     )
-    store_key_file: Path | None = Field(
-        default=None, description="file with the fleet's key: snapshots are signed with it"
+    coordinator: str | None = setting(
+        None,
+        what="HOST:PORT of the coordinator, or of several with commas between them; not set: serve alone",
+        why="a node without one is for tests; it serves before it has found the coordinator, and keeps looking",
+        example="192.0.2.1:7070",
     )
-    store_encrypted: bool = Field(default=False, description="encrypt snapshots with that key as well")
-    node_id: str = Field(default_factory=_default_node_id, description="name of this node, unique in the fleet")
-    listen: str = Field(default="127.0.0.1:0", description="HOST:PORT to listen at; port 0 takes a free one")
-    advertise: str | None = Field(
-        default=None, validate_default=True, description="HOST[:PORT] the coordinator shall use, if not --listen"
+    store: str | None = setting(
+        None,
+        min_length=1,
+        what="folder of the snapshot store, or s3://BUCKET/PREFIX; not set: keep rows in memory only",
+        why="without a shared store a conversation that moves to another node is computed again from its start",
+        example="/mnt/kvferry",
     )
-    threads: int = Field(
-        default=0, ge=0, le=1024, description="threads of the engine; 0: one for each big processor we may use"
+    store_key_file: Path | None = setting(
+        None,
+        what="file with the fleet's key: snapshots are signed with it",
+        why="needed where others can write to the store; 32 random bytes, readable by their owner only",
+        example="/etc/kvferry/store.key",
     )
-    kv_memory: ByteSize = Field(default=ByteSize(1 << 30), ge=1 << 20, description="memory for K/V rows, such as 1GiB")
-    kv: Literal["f32", "f16", "q8"] = Field(
-        default="f32", description="what the K/V memory stores; nodes that share snapshots store the same"
+    store_encrypted: bool = setting(
+        default=False,
+        what="encrypt snapshots with that key as well",
+        why="rows tell what was said; encryption costs some of the store's rate",
     )
-    vision_cache: ByteSize = Field(
-        default=ByteSize(256 << 20), ge=1 << 20, description="memory for what images look like, of a model that sees"
+    node_id: str = setting(
+        default_factory=_default_node_id,
+        what="name of this node, unique in the fleet",
+        why="the host's name is unique where each board runs one node",
     )
-    context: int | None = Field(
-        default=None, ge=32, description="most tokens of a sequence; default: what the model says"
+    listen: str = setting(
+        "127.0.0.1:0",
+        what="HOST:PORT to listen at; port 0 takes a free one",
+        why="only this machine can reach loopback: what a fleet shall reach is opened on purpose",
     )
-    max_running: int = Field(default=8, ge=1, le=64, description="turns in one batch")
-    quant: Literal["q8", "q4"] = Field(
-        default="q8", description="what weights become that the kernels cannot take as they are stored"
+    advertise: str | None = setting(
+        None,
+        validate_default=True,
+        what="HOST[:PORT] the coordinator shall use, if not that of listen",
+        why="needed when listening at all addresses, or behind a translation of addresses",
+        example="192.0.2.11",
     )
-    weights: Literal["auto", "memory", "mmap", "stream"] = Field(
-        default="auto", description="where packed weights lie: own memory, shared pages, or pages dropped after use"
+    threads: int = setting(
+        0,
+        ge=0,
+        le=1024,
+        unit="threads",
+        what="threads of the engine; 0: one for each big processor that this process may use",
+        why="a thread on a small core holds up all others at the end of each phase",
     )
-    max_queued: int = Field(default=32, ge=0, le=1024, description="turns that may wait beside those")
-    decode_slowdown: float = Field(
-        default=3.0,
+    kv_memory: ByteSize = setting(
+        ByteSize(1 << 30),
+        ge=1 << 20,
+        unit="bytes",
+        what="memory for K/V rows",
+        why="some 23,000 tokens of SmolLM2-135M, or 4,800 of Qwen3-1.7B; beside the weights it fits a board of 4 GB",
+    )
+    kv: Literal["f32", "f16", "q8"] = setting(
+        "f32",
+        what="what that memory stores; nodes that share snapshots store the same",
+        why="f32 is exact; f16 takes half the memory, q8 a bit more than a quarter",
+    )
+    vision_cache: ByteSize = setting(
+        ByteSize(256 << 20),
+        ge=1 << 20,
+        unit="bytes",
+        what="memory for what images look like, of a model that sees",
+        why="eight megapixels of Qwen3-VL-2B: a conversation's pictures are not looked at again each turn",
+    )
+    context: int | None = setting(
+        None,
+        ge=32,
+        unit="tokens",
+        what="most tokens of a conversation; not set: what the model says",
+        why="to be lowered where one conversation must not take all of kv_memory",
+        example=8192,
+    )
+    max_running: int = setting(
+        8,
+        ge=1,
+        le=64,
+        unit="turns",
+        what="turns in one batch",
+        why="a batch of eight reads the weights once for all; more make each answer slower than people read",
+    )
+    quant: Literal["q8", "q4"] = setting(
+        "q8",
+        what="what weights become that the kernels cannot take as they are stored; all nodes of a fleet the same",
+        why="q8 is next to lossless; q4 halves memory and doubles the speed at some loss",
+    )
+    weights: Literal["auto", "memory", "mmap", "stream"] = setting(
+        "auto",
+        what="where packed weights lie: own memory, shared pages, or pages dropped after use",
+        why="auto takes memory where they fit, else what docs/models.md tells",
+    )
+    max_queued: int = setting(
+        32,
+        ge=0,
+        le=1024,
+        unit="turns",
+        what="turns that may wait beside those",
+        why="four batches: what waits longer is better told so at once, and placed elsewhere",
+    )
+    decode_slowdown: float = setting(
+        3.0,
         gt=1,
         le=1000,
-        description="how much longer than mostly a step of running turns may take for prompts, 99 times in 100",
+        unit="times",
+        what="how much longer than mostly a step of running turns may take for prompts, 99 times in 100",
+        why="answers flow on while prompts are read; higher makes first tokens sooner and answers jerkier",
     )
-    step_seconds: float = Field(
-        default=0.5, gt=0, le=60, description="longest step without running turns: a stop takes effect after it"
+    step_seconds: float = setting(
+        0.5,
+        gt=0,
+        le=60,
+        unit="seconds",
+        what="longest step without running turns",
+        why="a stop, or a turn that comes meanwhile, waits for the end of a step",
     )
-    speculate: Literal["off", "ngram", "draft"] = Field(
-        default="off", description="propose tokens from the text so far, or from the draft model"
+    speculate: Literal["off", "ngram", "draft"] = setting(
+        "off",
+        what="propose tokens from the text so far, or from the draft model",
+        why="tokens are the same; it pays for answers that repeat their context, see docs/operations.md",
     )
-    draft_model: str | None = Field(
-        default=None, validate_default=True, description="small model of the same family that proposes tokens"
-    )
-    max_sessions: int = Field(default=512, ge=1, le=100_000, description="sessions kept in memory")
-    store_max_bytes: ByteSize = Field(default=ByteSize(16 << 30), ge=1 << 20, description="size the store may grow to")
-    store_max_files: int = Field(default=4096, ge=1, description="snapshots the store may hold")
-    store_version: Literal[1, 3] = Field(
-        default=3,
+    draft_model: str | None = setting(
+        None,
         validate_default=True,
-        description="of the snapshots written: 3, segments of new rows; 1, whole files for other programs",
+        what="small model of the same family that proposes tokens",
+        why='needed with speculate = "draft" only',
+        example="smollm2-135m",
     )
-    store_write_per_hour: ByteSize | None = Field(
-        default=None, ge=1 << 20, description="bytes that this node writes in an hour at most, to spare flash"
+    max_sessions: int = setting(
+        512,
+        ge=1,
+        le=100_000,
+        unit="sessions",
+        what="sessions kept in memory",
+        why="rows end with kv_memory long before; this bounds what is remembered beside them",
     )
-    publish_every_tokens: int = Field(default=256, ge=32, description="rows after which a running turn is published")
-    publish_min_tokens: int = Field(
-        default=16, ge=1, description="growth that is worth a new file at the end of a turn"
+    store_max_bytes: ByteSize = setting(
+        ByteSize(16 << 30),
+        ge=1 << 20,
+        unit="bytes",
+        what="size the store may grow to",
+        why="half of a small card; what was not used for longest is evicted beyond it",
     )
-    restore_min_tokens: int = Field(default=32, ge=16, description="rows a restore must save over what memory has")
-    restore_deadline_seconds: float = Field(default=30.0, gt=0, le=3600, description="after which rows are recomputed")
-    store_stall_seconds: float = Field(
-        default=4.0, gt=0, le=3600, description="without progress in the store, after which it counts as hung"
+    store_max_files: int = setting(
+        4096,
+        ge=1,
+        unit="files",
+        what="snapshots the store may hold",
+        why="each is looked at when a node starts, which takes a second over NFS for so many",
     )
-    drain_timeout_seconds: float = Field(default=30.0, gt=0, le=3600, description="for saving everything on SIGTERM")
-    metrics: str | None = Field(default=None, description="HOST:PORT at which Prometheus may ask; none: nowhere")
-    ready_file: Path | None = Field(default=None, description="file that says where the node serves, once it does")
-    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$", description="what is logged")
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, environment, file, in this order."""
-        del dotenv_settings, file_secret_settings
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+    store_version: Literal[1, 3] = setting(
+        3,
+        validate_default=True,
+        what="of the snapshots written: 3, segments of new rows; 1, whole files for other programs",
+        why="segments write each row once, and can be checked, signed and encrypted",
+    )
+    store_write_per_hour: ByteSize | None = setting(
+        None,
+        ge=1 << 20,
+        unit="bytes an hour",
+        what="bytes that this node writes in an hour at most; not set: no limit",
+        why="spares flash that wears out",
+        example="2GiB",
+    )
+    publish_every_tokens: int = setting(
+        256,
+        ge=32,
+        unit="tokens",
+        what="rows after which a running turn is saved",
+        why="what a crash costs at most: so many tokens are computed again",
+    )
+    publish_min_tokens: int = setting(
+        16,
+        ge=1,
+        unit="tokens",
+        what="growth that is worth a new file at the end of a turn",
+        why="half a block: less is computed as soon as it is read",
+    )
+    restore_min_tokens: int = setting(
+        32,
+        ge=16,
+        unit="tokens",
+        what="rows a restore must gain over what memory has",
+        why="one block: for less, opening the file takes longer than computing",
+    )
+    restore_deadline_seconds: float = setting(
+        30.0,
+        gt=0,
+        le=3600,
+        unit="seconds",
+        what="after which rows are computed instead of read",
+        why="a long conversation takes seconds over a slow network; for more than that, the store is in trouble",
+    )
+    store_stall_seconds: float = setting(
+        4.0,
+        gt=0,
+        le=3600,
+        unit="seconds",
+        what="without progress in the store, after which it counts as hung",
+        why="longer than a server's pause for writing out, shorter than the patience of whoever waits",
+    )
+    drain_timeout_seconds: float = setting(
+        30.0,
+        gt=0,
+        le=3600,
+        unit="seconds",
+        what="for saving everything on SIGTERM",
+        why="less than the 90 s after which systemd kills",
+    )
+    metrics: str | None = setting(
+        None,
+        what="HOST:PORT at which Prometheus may ask; not set: nowhere",
+        why="the port is open to whoever reaches it: an operator opens it on purpose",
+        example="127.0.0.1:9101",
+    )
+    ready_file: Path | None = setting(
+        None,
+        what="file that says where the node serves, once it does",
+        why="for whoever starts it and waits, such as scripts and tests",
+        example="/run/kvferry/node.json",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", what="what is logged", why="info is a few lines a turn; prompts are never logged"
+    )
 
     # Field by field, not of the whole: then pydantic tells all problems at once.
 
@@ -195,11 +333,6 @@ class NodeConfig(BaseSettings):
             raise ValueError("is only of use with speculate draft")
         return value
 
-    def check_here(self) -> None:
-        """What only the machine that it is for can tell; raises ConfigInvalid."""
-        if self.ready_file is not None and (problem := why_not_ready_file(self.ready_file)) is not None:
-            raise ConfigInvalid(f"ready-file {problem}")
-
     @property
     def coordinators(self) -> tuple[str, ...]:
         """All of them, each once."""
@@ -214,49 +347,3 @@ class NodeConfig(BaseSettings):
         """The address at which the coordinator reaches us, given the port we got."""
         host = self.advertise or parse_address(self.listen, to_listen=True)[0]
         return host if self.advertise and _WITH_PORT.fullmatch(host) else f"{host}:{port}"
-
-
-_SIZES: Final = frozenset({"kv-memory", "vision-cache", "store-max-bytes", "store-write-per-hour"})
-
-
-def load_config(flags: dict[str, Any], toml_file: Path | None = None) -> NodeConfig:
-    """Merge the sources; raises ConfigInvalid with every problem in one message."""
-    if toml_file is not None:
-        _check_toml(toml_file)
-
-    class _Sourced(NodeConfig):
-        model_config = SettingsConfigDict(toml_file=toml_file)
-
-    try:
-        return _Sourced(**{name: value for name, value in flags.items() if value is not None})
-    except ValidationError as error:
-        raise ConfigInvalid("; ".join(_sentences(error))) from error
-
-
-def _check_toml(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            tomllib.load(file)
-    except OSError as error:
-        raise ConfigInvalid(f"the configuration file {path} cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigInvalid(f"the configuration file {path} is not TOML: {error}") from error
-
-
-def _sentences(error: ValidationError) -> list[str]:
-    sentences = []
-    for problem in error.errors(include_url=False):
-        name = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
-        text = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "missing":
-            text = "is missing"
-        elif problem["type"] == "extra_forbidden":
-            text = "is no setting of a node"
-        elif problem["type"].startswith("byte_size"):
-            text = f"{problem['input']!r} is no size: give a positive number and a unit, such as 512MiB"
-        elif name in _SIZES and problem["type"] == "greater_than_equal":
-            text = f"{problem['input']!r} is too small: at least 1MiB"
-        elif not problem["msg"].startswith("Value error") and name:
-            text = f"{problem['input']!r}: {text[0].lower()}{text[1:]}"
-        sentences.append(f"{name} {text}".strip())
-    return sentences

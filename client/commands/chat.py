@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kvferry.client.commands.forms import form_of, form_options
-from kvferry.client.commands.options import coordinator_option, json_option, tell_outage
+from kvferry.client.commands.options import coordinator_option, tell_outage
 from kvferry.client.commands.sessions import print_sessions
 from kvferry.client.commands.turn_view import JsonView, TextView, TurnView, call_text
 from kvferry.client.errors import (
@@ -36,6 +36,7 @@ from kvferry.client.sdk import (
     ToolCall,
     Turn,
 )
+from kvferry.terminal.output import json_option
 
 HELP_TEXT = (
     "/new starts another session, /sessions lists them, /image FILE shows a picture with the next message, "

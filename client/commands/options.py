@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from kvferry.client.errors import ClientError
 from kvferry.client.sdk.aio import DEFAULT_ADDRESS
@@ -32,38 +27,6 @@ def coordinator_option(command: Command) -> Command:
         metavar="HOST:PORT[,...]",
         help="Where the coordinator listens, or several of them.",
     )(command)
-
-
-def json_option(command: Command) -> Command:
-    """--json: for programs."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
-
-
-def print_json(value: Any) -> None:
-    """Dataclasses and lists of them as JSON."""
-    click.echo(json.dumps(value, default=_plain, indent=2))
-
-
-def _plain(value: Any) -> Any:
-    """Bytes, such as an image's, in base64."""
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else dataclasses.asdict(value)
-
-
-def print_table(columns: list[str], rows: list[list[str]], empty: str) -> None:
-    """A plain table, or a sentence when there is nothing in it. Columns that start with # are numbers."""
-    if not rows:
-        click.echo(empty)
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        is_number = column.startswith("#")
-        table.add_column(column.removeprefix("#"), justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width; never cut what a program may read
-    console.print(table)
 
 
 def tell_outage(error: ClientError, patience_s: float) -> None:

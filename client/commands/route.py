@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import click
 
-from kvferry.client.commands.options import (
-    UNARY_PATIENCE_S,
-    coordinator_option,
-    json_option,
-    print_json,
-    print_table,
-)
+from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option
 from kvferry.client.sdk import Candidate, Client, Placed
+from kvferry.terminal.output import json_option, print_json, print_table
 
 
 @click.command()

@@ -6,15 +6,10 @@ from datetime import UTC, datetime
 
 import click
 
-from kvferry.client.commands.options import (
-    UNARY_PATIENCE_S,
-    coordinator_option,
-    json_option,
-    print_json,
-    print_table,
-)
+from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option
 from kvferry.client.commands.transfer import export_session, import_session
 from kvferry.client.sdk import Client, SessionInfo
+from kvferry.terminal.output import json_option, print_json, print_table
 
 
 @click.group()

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
-from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option, json_option, print_json
+from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option
 from kvferry.client.errors import InvalidRequest
 from kvferry.client.sdk import Client, ExportedSession
 from kvferry.client.session_file import SessionFile, read_session_file, write_session_file
+from kvferry.terminal.output import json_option, print_json
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 store_option = click.option("--store", metavar="DIR", help="The cluster's snapshot folder, for the rows.")

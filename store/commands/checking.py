@@ -16,22 +16,14 @@ import click
 from rich.filesize import decimal
 from rich.table import Column, Table
 
-from kvferry.store.commands.shared import (
-    EXIT_INTERRUPTED,
-    OpenStore,
-    console,
-    json_option,
-    operator_id,
-    print_json,
-    progress,
-    store_argument,
-)
+from kvferry.store.commands.shared import EXIT_INTERRUPTED, OpenStore, operator_id, progress, store_argument
 from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError, StoreUnavailable
 from kvferry.store.folder import UNREADABLE, FileView, Folder, read_rows_of
 from kvferry.store.pace import Pace
 from kvferry.store.repair import salvage
 from kvferry.store.segment_file import BlockDamagedError
+from kvferry.terminal.output import console, json_option, print_json
 
 EXIT_PROBLEMS: Final = 3
 ORPHAN: Final = "orphan_segment"

@@ -13,20 +13,13 @@ import numpy as np
 from rich.filesize import decimal
 from rich.table import Column, Table
 
-from kvferry.store.commands.shared import (
-    OpenStore,
-    chosen_shape,
-    console,
-    json_option,
-    model_options,
-    print_json,
-    store_argument,
-)
+from kvferry.store.commands.shared import OpenStore, chosen_shape, model_options, store_argument
 from kvferry.store.errors import StoreMisuse
 from kvferry.store.folder import UNREADABLE, FileView
 from kvferry.store.geometry import TokenIds
 from kvferry.store.lcp_index import LcpIndex, common_prefix
 from kvferry.store.model_shape import ModelShape
+from kvferry.terminal.output import console, json_option, print_json
 
 
 @dataclass(frozen=True, slots=True)

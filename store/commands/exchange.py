@@ -10,21 +10,13 @@ from uuid import uuid4
 import click
 import numpy as np
 
-from kvferry.store.commands.shared import (
-    FILE,
-    chosen_shape,
-    json_option,
-    key_options,
-    model_options,
-    open_place,
-    print_json,
-    progress,
-)
+from kvferry.store.commands.shared import FILE, chosen_shape, key_options, model_options, open_place, progress
 from kvferry.store.conversion import convert as convert_sequence
 from kvferry.store.conversion import open_sequence
 from kvferry.store.errors import StoreMisuse
 from kvferry.store.lcp_index import common_prefix
 from kvferry.store.payload import Kind, Planes, PlaneSource, empty_planes, row_bytes
+from kvferry.terminal.output import json_option, print_json
 
 EXIT_DIFFERENT = 3
 

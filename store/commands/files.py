@@ -15,14 +15,11 @@ from kvferry.store import names, vlkv, vlkv3
 from kvferry.store.commands.shared import (
     FILE,
     chosen_shape,
-    console,
     finish,
-    json_option,
     key_options,
     model_options,
     open_place,
     parts,
-    print_json,
     progress,
     verdict,
 )
@@ -34,6 +31,7 @@ from kvferry.store.payload import Kind, MemoryPlanes
 from kvferry.store.q8 import Scales, Values
 from kvferry.store.reader import open_snapshot
 from kvferry.store.segment_file import Terms, open_segment
+from kvferry.terminal.output import console, json_option, print_json
 
 _FILE = click.argument("file", type=FILE)
 

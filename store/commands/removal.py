@@ -11,12 +11,13 @@ import click
 
 from kvferry.store import names
 from kvferry.store.commands.directories import read_tokens
-from kvferry.store.commands.shared import OpenStore, json_option, operator_id, print_json, store_argument
+from kvferry.store.commands.shared import OpenStore, operator_id, store_argument
 from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import StoreError, StoreMisuse
 from kvferry.store.folder import Folder
 from kvferry.store.geometry import TokenIds
 from kvferry.store.vlkv3 import ContentSpan
+from kvferry.terminal.output import json_option, print_json
 
 Choose = Callable[[Folder], Sequence[str]]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,12 +35,9 @@ from kvferry.store.segment_file import Terms
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_PIPED_WIDTH = 1000  # of tables: they take what they need
 EXIT_INTERRUPTED = 130  # as a shell has it for Ctrl-C, and client/cli.py
 
 _OPERATOR = f"operator-{uuid4().hex[:12]}"  # in the names of temporary files: other commands leave them alone
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
 
 
 def model_options(command: Command) -> Command:
@@ -177,17 +173,6 @@ def store_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 def parts(shape: ModelShape | None) -> tuple[KvGeometry | None, int | None]:
     """Geometry and vocabulary, or nothing of either."""
     return (None, None) if shape is None else (shape.geometry, shape.vocab_size)
-
-
-def print_json(value: object) -> None:
-    """One JSON value on standard output."""
-    click.echo(json.dumps(value, indent=2))
-
-
-def console() -> Console:
-    """Standard output for people. Piped tables stay whole: names in them are for other commands."""
-    out = Console(highlight=False)
-    return out if out.is_terminal else Console(highlight=False, width=max(out.width, _PIPED_WIDTH))
 
 
 def verdict(refusal: SnapshotRejected | None) -> dict[str, object]:

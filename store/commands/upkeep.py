@@ -9,10 +9,11 @@ import click
 from rich.filesize import decimal
 from rich.table import Table
 
-from kvferry.store.commands.shared import OpenStore, console, json_option, operator_id, print_json, store_argument
+from kvferry.store.commands.shared import OpenStore, operator_id, store_argument
 from kvferry.store.directory import FOREIGN_TEMP_S, NS_PER_S, TRASH_GRACE_S, StoreDirectory
 from kvferry.store.errors import StoreError
 from kvferry.store.folder import FileView, Folder
+from kvferry.terminal.output import console, json_option, print_json
 
 
 @click.command()

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kvferry.coordinator.config import CoordinatorSettings
-from kvferry.node.config import load_config
+from kvferry.node.config import NodeConfig
 
 SYSTEMD = shutil.which("systemd-analyze")
 needs_systemd = pytest.mark.skipif(SYSTEMD is None, reason="systemd-analyze is not installed (package systemd)")
@@ -158,7 +158,7 @@ def test_the_store_is_mounted_from_the_host_that_exports_it_to_the_boards_alone(
 def test_a_node_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     path.write_text(render(ansible, "node", "node.toml", node_context=4096, node_kv_memory="2GiB"))
-    config = load_config({}, path)
+    config = NodeConfig.load({}, path)
     assert config.model == "/var/lib/kvferry/models/model.gguf"
     assert config.coordinator == "192.168.7.10:7070"
     assert config.listen == "192.168.7.11:7071"
@@ -173,7 +173,7 @@ def test_a_node_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
 def test_a_node_takes_what_the_model_says_when_no_context_is_set(ansible: Path, tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     path.write_text(render(ansible, "node", "node.toml"))
-    assert load_config({}, path).context is None
+    assert NodeConfig.load({}, path).context is None
 
 
 def test_a_coordinator_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_coordinator_understands_its_settings(ansible: Path, tmp_path: Path) -
     path.write_text(
         render(ansible, "coordinator", "coordinator.toml", coordinator_lease_seconds=5, kvferry_address="192.168.7.10")
     )
-    settings = CoordinatorSettings.load(path, {})
+    settings = CoordinatorSettings.load({}, path)
     assert settings.listen == "192.168.7.10:7070"
     assert settings.state == Path("/var/lib/kvferry/coordinator")
     assert settings.store == "/srv/kvferry/store"

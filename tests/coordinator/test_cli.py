@@ -58,20 +58,22 @@ def test_an_unknown_model(tmp_path: Path) -> None:
 
 
 def test_missing_settings_are_all_named_at_once() -> None:
-    said = sentence(run("--listen", "nonsense", "--lease", "0"))
-    for name in ("model", "state", "listen", "lease"):
-        assert f"{name}: " in said
+    said = run("--listen", "nonsense", "--lease", "0")
+    assert said.returncode == 1
+    first, *problems = said.stderr.splitlines()
+    assert first == "error: 4 settings of the coordinator are not right:"
+    assert {problem.split()[0].removeprefix("--") for problem in problems} == {"model", "state", "listen", "lease"}
 
 
 def test_a_port_beyond_the_last_one_is_refused_and_not_taken_modulo(tmp_path: Path) -> None:
     said = sentence(run("--model", "m", "--state", str(tmp_path / "s"), "--listen", "127.0.0.1:99999"))
-    assert "listen: '127.0.0.1:99999' has port 99999: a port lies between 0 and 65535" in said
+    assert "--listen '127.0.0.1:99999' has port 99999: a port lies between 0 and 65535" in said
 
 
 def test_a_ready_file_that_cannot_be_written_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
     others = ("--model", "no-such-model", "--state", str(tmp_path / "state"))
     said = sentence(run(*others, "--ready-file", str(tmp_path / "nowhere" / "r.json")))
-    assert f"ready_file: there is no folder {tmp_path / 'nowhere'}" in said
+    assert f"--ready-file there is no folder {tmp_path / 'nowhere'}" in said
     assert "folder: name a file" in sentence(run(*others, "--ready-file", str(tmp_path)))
 
 
@@ -122,7 +124,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     file.write_text('model = "from-file"\nstate = "/from/file"\nlease = 7.5\nmax_losses = 5\n')
     monkeypatch.setenv("KVFERRY_COORDINATOR_LEASE", "4")
     monkeypatch.setenv("KVFERRY_COORDINATOR_STATE", "/from/env")
-    settings = CoordinatorSettings.load(file, {"state": Path("/from/line"), "lease": None})
+    settings = CoordinatorSettings.load({"state": Path("/from/line"), "lease": None}, file)
     assert (settings.model, settings.state, settings.lease, settings.max_losses) == (
         ("from-file",),
         Path("/from/line"),
@@ -137,22 +139,22 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
         ("lese = 3", "lese"),
         ("lease = nan", "lease"),
         ('listen = "x"', "listen"),
-        ("not toml", "cannot be read"),
+        ("not toml", "is not TOML"),
         ("max_losses = 0", "max_losses"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, toml: str, named: str) -> None:
     (tmp_path / "c.toml").write_text(f"{toml}\n")
     with pytest.raises(InvalidSettings, match=named):
-        CoordinatorSettings.load(tmp_path / "c.toml", {"model": "m", "state": tmp_path})
+        CoordinatorSettings.load({"model": "m", "state": tmp_path}, tmp_path / "c.toml")
 
 
 def test_a_settings_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CannotStart, match=r"there is no settings file .*c\.toml"):
-        CoordinatorSettings.load(tmp_path / "c.toml", {"model": "m", "state": tmp_path})
+    with pytest.raises(CannotStart, match=r"c\.toml cannot be read: no such file"):
+        CoordinatorSettings.load({"model": "m", "state": tmp_path}, tmp_path / "c.toml")
 
 
 def test_settings_do_not_change(tmp_path: Path) -> None:
-    settings = CoordinatorSettings.load(None, {"model": "m", "state": tmp_path})
+    settings = CoordinatorSettings.load({"model": "m", "state": tmp_path})
     with pytest.raises(ValueError, match="frozen"):
         settings.lease = 5.0  # type: ignore[misc]

@@ -14,17 +14,17 @@ ETCD = "etcd://10.0.0.1:2379,10.0.0.2:2379"
 
 
 def settings(**given: Any) -> CoordinatorSettings:
-    return CoordinatorSettings.load(None, {"model": "m", **given})
+    return CoordinatorSettings.load({"model": "m", **given})
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "state: is missing"),
-        ({"state": Path("s"), "registry": ETCD}, "state: is of no use beside a registry in etcd"),
-        ({"registry": "10.0.0.1:2379"}, "registry: '10.0.0.1:2379' is not etcd://"),
-        ({"registry": ETCD, "listen": "0.0.0.0:7070"}, "advertise: is missing"),
-        ({"registry": ETCD, "advertise": "no host:1"}, "advertise: 'no host:1' is not HOST:PORT"),
+        ({}, "state is missing"),
+        ({"state": Path("s"), "registry": ETCD}, "--state is of no use beside a registry in etcd"),
+        ({"registry": "10.0.0.1:2379"}, "--registry '10.0.0.1:2379' is not etcd://"),
+        ({"registry": ETCD, "listen": "0.0.0.0:7070"}, "advertise is missing"),
+        ({"registry": ETCD, "advertise": "no host:1"}, "--advertise 'no host:1' is not HOST:PORT"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any], says: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvferry.node.cli import node
-from kvferry.node.config import load_config
+from kvferry.node.config import NodeConfig
 from kvferry.node.errors import ConfigInvalid
 
 
@@ -15,7 +15,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path, m
     file.write_text('model = "from-file"\nmax_running = 3\nmax_queued = 5\nkv_memory = "2GiB"\n')
     monkeypatch.setenv("KVFERRY_NODE_MAX_RUNNING", "4")
     monkeypatch.setenv("KVFERRY_NODE_MODEL", "from-environment")
-    config = load_config({"model": "from-flag", "store": None}, file)
+    config = NodeConfig.load({"model": "from-flag", "store": None}, file)
     assert (config.model, config.max_running, config.max_queued) == ("from-flag", 4, 5)
     assert int(config.kv_memory) == 2 << 30
 
@@ -31,7 +31,7 @@ def test_all_problems_are_named_at_once() -> None:
         "restore_deadline_seconds": float("nan"),
     }
     with pytest.raises(ConfigInvalid) as caught:
-        load_config(flags)
+        NodeConfig.load(flags)
     sentence = str(caught.value)
     assert "model is missing" in sentence
     assert "'nowhere' is not HOST:PORT" in sentence
@@ -42,8 +42,10 @@ def test_all_problems_are_named_at_once() -> None:
 def test_an_unknown_setting_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text('model = "m"\nmax_runing = 3\n')
-    with pytest.raises(ConfigInvalid, match="max-runing is no setting of a node"):
-        load_config({}, file)
+    with pytest.raises(
+        ConfigInvalid, match=r"max_runing in node\.toml is no setting of a node; did you mean max_running"
+    ):
+        NodeConfig.load({}, file)
 
 
 @pytest.mark.parametrize(("text", "says"), [("model = ", "is not TOML"), (None, "cannot be read")])
@@ -52,11 +54,11 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, text: str | None, says: st
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigInvalid, match=says):
-        load_config({"model": "m"}, file)
+        NodeConfig.load({"model": "m"}, file)
 
 
 def test_it_is_frozen() -> None:
-    config = load_config({"model": "m"})
+    config = NodeConfig.load({"model": "m"})
     with pytest.raises(ValueError, match="frozen"):
         config.threads = 3
 
@@ -73,12 +75,12 @@ def test_it_is_frozen() -> None:
     ],
 )
 def test_the_advertised_address_can_be_reached(flags: dict[str, str], address: str) -> None:
-    assert load_config({"model": "m"} | flags).advertised(7) == address
+    assert NodeConfig.load({"model": "m"} | flags).advertised(7) == address
 
 
 def test_listening_everywhere_needs_an_address_to_advertise() -> None:
     with pytest.raises(ConfigInvalid, match="set advertise"):
-        load_config({"model": "m", "listen": "0.0.0.0:0", "coordinator": "c:1"})
+        NodeConfig.load({"model": "m", "listen": "0.0.0.0:0", "coordinator": "c:1"})
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_listening_everywhere_needs_an_address_to_advertise() -> None:
 )
 def test_a_wrong_setting_is_told_with_its_reason(flags: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigInvalid) as caught:
-        load_config({"model": "m"} | flags)
+        NodeConfig.load({"model": "m"} | flags)
     assert says in str(caught.value)
 
 
@@ -107,7 +109,7 @@ def test_a_ready_file_that_cannot_be_written_is_told_before_anything_is_loaded(r
     said = CliRunner().invoke(node, ["run", "--model", "no-such-model", "--ready-file", ready_file]).exception
     assert isinstance(said, ConfigInvalid)
     assert says in str(said)
-    load_config({"model": "m", "ready_file": ready_file})  # may be meant for another machine
+    NodeConfig.load({"model": "m", "ready_file": ready_file})  # may be meant for another machine
 
 
 def test_settings_that_contradict_each_other_are_told_beside_all_other_problems() -> None:
@@ -121,6 +123,6 @@ def test_settings_that_contradict_each_other_are_told_beside_all_other_problems(
         "store_version": 1,
     }
     with pytest.raises(ConfigInvalid) as caught:
-        load_config({"model": "m"} | flags)
+        NodeConfig.load({"model": "m"} | flags)
     for words in ("set advertise", "kv-memory", "threads", "version 1 snapshots hold f32"):
         assert words in str(caught.value)

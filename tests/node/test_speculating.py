@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.node.config import load_config
+from kvferry.node.config import NodeConfig
 from kvferry.node.errors import ConfigInvalid
 from kvferry.proto.v1 import common_pb2
 
@@ -37,10 +37,10 @@ def test_the_answers_are_those_of_plain_decoding_and_the_status_tells_what_was_r
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"speculate": "draft"}, "draft-model is missing: speculate draft needs one"),
+        ({"speculate": "draft"}, "draft_model is missing: speculate draft needs one"),
         ({"speculate": "ngram", "draft_model": "x"}, "draft-model is only of use with speculate draft"),
     ],
 )
 def test_a_draft_model_belongs_to_speculation_by_draft(flags: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigInvalid, match=says):
-        load_config({"model": "m", **flags})
+        NodeConfig.load({"model": "m", **flags})

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvferry.engine.engine import Engine
-from kvferry.node.config import load_config
+from kvferry.node.config import NodeConfig
 from kvferry.node.errors import StoreMisconfigured
 from kvferry.node.io_threads import IoThreads
 from kvferry.node.loading import load_serving
@@ -60,7 +60,7 @@ def test_no_model_is_loaded_for_it(smollm2_path: Path, tmp_path: Path, monkeypat
         raise AssertionError("loaded")
 
     monkeypatch.setattr(Engine, "load", load)
-    config = load_config({"model": str(smollm2_path), "store": str(tmp_path / "afile")})
+    config = NodeConfig.load({"model": str(smollm2_path), "store": str(tmp_path / "afile")})
     loop = asyncio.new_event_loop()
     try:
         with pytest.raises(StoreMisconfigured):

@@ -1,0 +1,68 @@
+"""Results: a table for a person, one JSON document for a program. They go to standard output, whole."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_PIPED_WIDTH: Final = 1000
+"""A pipe has no width: names in tables are for other commands, and never cut."""
+
+
+def json_option(command: Command) -> Command:
+    """--json, as ``as_json``: one document on standard output, whatever the terminal."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")(command)
+
+
+def print_json(value: Any) -> None:
+    """Dataclasses, paths, bytes (in base64) and what JSON has itself."""
+    click.echo(json.dumps(value, default=_plain, indent=2))
+
+
+def json_line(value: Any) -> str:
+    """The same in one line, for streams of them."""
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return str(value) if isinstance(value, Path) else dataclasses.asdict(value)
+
+
+def console(*, err: bool = False) -> Console:
+    """Colours on terminals only, and not where NO_COLOR is set; a pipe gets lines that are never cut."""
+    found = Console(highlight=False, markup=False, stderr=err)
+    if not found.is_terminal:
+        found.width = max(found.width, _PIPED_WIDTH)
+    return found
+
+
+def plain_table(columns: Sequence[str]) -> Table:
+    """Without lines. Columns that start with # are numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        is_number = column.startswith("#")
+        table.add_column(column.removeprefix("#"), justify="right" if is_number else "left", overflow="fold")
+    return table
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
+    """A plain table, or a sentence when there is nothing in it."""
+    if not rows:
+        click.echo(empty)
+        return
+    table = plain_table(columns)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
