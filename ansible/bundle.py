@@ -94,7 +94,7 @@ def _gather(tree: Path, wheels: Path, arch: str, python: str) -> None:
     _pip(
         "download", "--dest", str(wheels), "--only-binary=:all:", "--implementation=cp", f"--python-version={python}",
         *(f"--platform={platform}" for platform in [*platforms, f"manylinux2014_{arch}"]),
-        str(ours), "pip",
+        f"{ours}[s3]", "pip",
     )  # fmt: skip
 
 

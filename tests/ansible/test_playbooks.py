@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-ROLES = ["kvferry", "base", "store", "program", "coordinator", "node"]
+ROLES = ["kvferry", "base", "store", "program", "etcd", "coordinator", "node", "gateway"]
 
 
 def read(path: Path) -> Any:
@@ -42,7 +46,7 @@ def test_documented_defaults_are_the_real_ones(ansible: Path, role: str) -> None
         if "default" in option:
             assert option["default"] == defaults[name], name
         else:  # a list, or computed from other variables
-            assert isinstance(defaults[name], list) or "{{" in defaults[name] or len(defaults[name]) > 40, name
+            assert isinstance(defaults[name], list | dict) or "{{" in defaults[name] or len(defaults[name]) > 40, name
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -72,9 +76,37 @@ def test_the_mount_asks_for_all_that_is_asserted_after_mounting(ansible: Path) -
     assert {"sync", "no_subtree_check", "root_squash"} <= set(defaults["store_nfs_export_options"].split(","))
 
 
-def test_the_example_has_one_coordinator_and_three_nodes(ansible: Path) -> None:
-    inventory = read(ansible / "inventory.example.yml")
-    assert len(inventory["coordinators"]["hosts"]) == 1
-    assert len(inventory["nodes"]["hosts"]) == 3
+@pytest.mark.parametrize(
+    ("name", "n_coordinators", "n_etcd"), [("inventory.example.yml", 1, 0), ("inventory.etcd.example.yml", 2, 3)]
+)
+def test_the_examples_are_of_both_shapes_and_set_what_there_is(
+    ansible: Path, name: str, n_coordinators: int, n_etcd: int
+) -> None:
+    inventory = read(ansible / name)
+    hosts = {group: list(inventory.get(group, {"hosts": {}})["hosts"]) for group in ("coordinators", "etcd", "nodes")}
+    assert [len(names) for names in hosts.values()] == [n_coordinators, n_etcd, 3]
+    assert set(hosts["etcd"]) <= {*hosts["coordinators"], *hosts["nodes"]}
     known = set[str]().union(*(read(ansible / "roles" / role / "defaults/main.yml") for role in ROLES))
     assert {name for name in inventory["all"]["vars"] if not name.startswith("ansible_")} <= known
+
+
+def test_all_that_is_served_can_be_uninstalled(ansible: Path) -> None:
+    removed = (ansible / "uninstall.yml").read_text()
+    units = {path.name.removesuffix(".j2") for path in ansible.glob("roles/*/templates/kvferry*.service.j2")}
+    assert {unit for unit in units if f"/etc/systemd/system/{unit}" not in removed} == set()
+
+
+LINT = shutil.which("ansible-lint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(LINT is None, reason="ansible-lint is not installed (extra fleet)")
+def test_ansible_lint_has_nothing_to_say_in_its_strictest_profile(ansible: Path) -> None:
+    assert "profile: production" in (ansible / ".ansible-lint").read_text()
+    assert LINT is not None
+    path = f"{Path(LINT).parent}:{os.environ['PATH']}"  # it runs ansible-playbook
+    done = subprocess.run(
+        [LINT, "--strict", "--nocolor", "-q"], cwd=ansible, env={**os.environ, "PATH": path},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from kvferry.coordinator.config import CoordinatorSettings
+from kvferry.gateway.config import GatewayConfig
 from kvferry.node.config import NodeConfig
 
 SYSTEMD = shutil.which("systemd-analyze")
@@ -23,6 +24,8 @@ STORE_UNITS = {"srv-kvferry-store.mount": "store.mount", "srv-kvferry-store.auto
 BOARD_UNIT = "kvferry_board.service"
 UNITS = {
     "kvferry-coordinator.service": "coordinator",
+    "kvferry-etcd.service": "etcd",
+    "kvferry-gateway.service": "gateway",
     "kvferry-node.service": "node",
     "kvferry-warm-up@.service": "node",
 }
@@ -31,7 +34,14 @@ PROGRAMS = ["board_settings.py", "warm_up.py"]
 BOARD = {
     "ansible_managed": "Ansible managed",
     "kvferry_address": "192.168.7.11",
-    "kvferry_coordinator_address": "192.168.7.10",
+    "kvferry_coordinators": "192.168.7.10:7070,192.168.7.9:7070",
+    "kvferry_store_place": "/srv/kvferry/store",
+    "coordinator_registry": "sqlite",
+    "coordinator_registry_url": "etcd://192.168.7.10:2379,192.168.7.9:2379,192.168.7.11:2379/kvferry",
+    "etcd_binary": "/bin/true",
+    "etcd_deployed": "0123456789ab",
+    "etcd_members": "desk=http://192.168.7.10:2380",
+    "gateway_deployed": "0.1.0-3fa9c1d2:0123456789ab",
     "kvferry_model": "/home/admin/model.gguf",
     "program_wanted": "0.1.0-3fa9c1d2",
     "node_id": "board1",
@@ -160,7 +170,8 @@ def test_a_node_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
     path.write_text(render(ansible, "node", "node.toml", node_context=4096, node_kv_memory="2GiB"))
     config = NodeConfig.load({}, path)
     assert config.model == "/var/lib/kvferry/models/model.gguf"
-    assert config.coordinator == "192.168.7.10:7070"
+    assert config.coordinators == ("192.168.7.10:7070", "192.168.7.9:7070")
+    assert config.metrics == "192.168.7.11:7081"
     assert config.listen == "192.168.7.11:7071"
     assert config.node_id == "board1"
     assert config.kv_memory == 2 << 30
@@ -183,7 +194,38 @@ def test_a_coordinator_understands_its_settings(ansible: Path, tmp_path: Path) -
     )
     settings = CoordinatorSettings.load({}, path)
     assert settings.listen == "192.168.7.10:7070"
+    assert settings.metrics == "192.168.7.10:7080"
     assert settings.state == Path("/var/lib/kvferry/coordinator")
+    assert settings.registry is None
     assert settings.store == "/srv/kvferry/store"
     assert settings.lease == 5
     assert settings.ready_file == Path("/run/kvferry-coordinator/ready.json")
+
+
+def test_several_coordinators_share_a_registry(ansible: Path, tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.toml"
+    path.write_text(render(ansible, "coordinator", "coordinator.toml", coordinator_registry="etcd"))
+    settings = CoordinatorSettings.load({}, path)
+    assert settings.registry == BOARD["coordinator_registry_url"]
+    assert settings.state is None
+
+
+def test_a_gateway_understands_its_settings(ansible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in render(ansible, "gateway", "gateway.env").splitlines()[1:]:
+        monkeypatch.setenv(*line.split("=", 1))
+    config = GatewayConfig.load({})
+    assert config.coordinator == "192.168.7.10:7070,192.168.7.9:7070"
+    assert config.listen == "192.168.7.11:8080"
+    assert config.patience_seconds == 60
+
+
+def test_etcd_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
+    settings = yaml.safe_load(render(ansible, "etcd", "etcd.yml", inventory_hostname="desk"))
+    assert settings["initial-cluster"] == "desk=http://192.168.7.10:2380"
+    assert all("192.168.7.11" in settings[name] for name in settings if name.endswith("-urls"))
+
+
+def test_the_keys_of_an_object_store_are_those_that_were_given(ansible: Path) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "s/e+c=r", "AWS_REGION": ""}
+    text = render(ansible, "store", "store.env", kvferry_s3_environment=keys)
+    assert text.splitlines()[1:] == ["AWS_ACCESS_KEY_ID=AKIA", "AWS_SECRET_ACCESS_KEY=s/e+c=r"]
