@@ -19,14 +19,13 @@ from rich.console import Console
 
 from kvferry.drills.cluster import ClusterOptions, LocalCluster, default_threads_per_node
 from kvferry.drills.demo import DemoOptions, run_demo
+from kvferry.drills.drill_commands import explain, list_scenarios, run
 from kvferry.drills.errors import ProcessFailed, VerdictFailed
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 from kvferry.drills.report import as_json, print_report
 from kvferry.drills.supervisor import Supervisor
 
-DRILLS: Final = {
-    "demo": "Three turns; the serving node is killed in the second, everything is restarted before the third.",
-}
+DEMO: Final = "Three turns; the serving node is killed in the second, everything is restarted before the third."
 
 REPORT_COLUMNS: Final = 110
 """When nobody says how wide the output is: the timeline's longest line."""
@@ -92,12 +91,15 @@ def drill() -> None:
 
 @drill.command("list")
 def list_drills() -> None:
-    """List the drills."""
-    for name, text in DRILLS.items():
-        click.echo(f"{name}  {text}")
+    """List the drills, after undoing what a killed one left behind."""
+    list_scenarios(DEMO)
 
 
-@drill.command(help=DRILLS["demo"])
+drill.add_command(explain)
+drill.add_command(run)
+
+
+@drill.command(help=DEMO)
 @click.option("--seed", type=click.IntRange(min=0), default=None, help="Default: a new one, which is printed.")
 @model_option
 @threads_option

@@ -7,8 +7,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -27,11 +27,30 @@ def default_threads_per_node() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
+LOOPBACK: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one process of a cluster runs, if not simply on the loopback.
+
+    `within` is a command that becomes the process, such as one that enters a namespace. `coordinator` and `advertise`:
+    addresses on the way to the coordinator and to this node, should something stand between them.
+    """
+
+    host: str = LOOPBACK
+    within: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    coordinator: str | None = None
+    advertise: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     """What a cluster is made of. `directory` keeps sessions and snapshots; port 0: a free one, which it keeps.
 
-    `http_port`: of the gateway, which serves the OpenAI API and the dashboard; None: there is none.
+    `http_port`: of the gateway, which serves the OpenAI API and the dashboard; None: there is none. `places` has the
+    processes that run elsewhere, by name.
     """
 
     model: str
@@ -45,6 +64,7 @@ class ClusterOptions:
     lease_s: float = 3.0
     node_arguments: tuple[str, ...] = ()
     coordinator_arguments: tuple[str, ...] = ()
+    places: Mapping[str, Place] = field(default_factory=dict)
 
 
 class LocalCluster:
@@ -68,12 +88,12 @@ class LocalCluster:
     @property
     def address(self) -> str:
         """host:port of the coordinator; known once it has been ready."""
-        return f"127.0.0.1:{self._port}"
+        return f"{self._place(self.coordinator.name).host}:{self._port}"
 
     @property
     def http_address(self) -> str:
         """host:port of the gateway; known once it has been ready."""
-        return f"127.0.0.1:{self._http_port}"
+        return f"{LOOPBACK}:{self._http_port}"
 
     @property
     def processes(self) -> list[ManagedProcess]:
@@ -99,7 +119,8 @@ class LocalCluster:
         The first node goes ahead: on a machine that never ran one it compiles the kernels, and the others find them.
         """
         self._lock()
-        self._check_port(self._port, "--port")
+        if self._place(self.coordinator.name).host == LOOPBACK:
+            self._check_port(self._port, "--port")
         self._check_port(self._http_port or 0, "--http-port")
         self.start_coordinator()
         self.start_gateway()
@@ -230,24 +251,33 @@ class LocalCluster:
         return (self.directory / "logs" / f"{name}.log").read_text(errors="replace")
 
     def _process(self, name: str, arguments: list[str]) -> ManagedProcess:
-        run, logs = self.directory / "run", self.directory / "logs"
-        return ManagedProcess(name, arguments, run / f"{name}.ready", logs / f"{name}.log")
+        run, logs, place = self.directory / "run", self.directory / "logs", self._place(name)
+        environment = dict(place.environment)
+        return ManagedProcess(
+            name, arguments, run / f"{name}.ready", logs / f"{name}.log", environment=environment, within=place.within
+        )
+
+    def _place(self, name: str) -> Place:
+        return self.options.places.get(name, Place())
 
     def _coordinator_arguments(self) -> list[str]:
         options = self.options
         return [
-            *("coordinator", "run", "--model", options.model, "--listen", f"127.0.0.1:{self._port}"),
+            *("coordinator", "run", "--model", options.model),
+            *("--listen", f"{self._place(self.coordinator.name).host}:{self._port}"),
             *("--state", str(self.directory / "state"), "--store", str(self.directory / "store")),
             *("--lease", str(options.lease_s), "--ready-file", str(self.coordinator.ready_file)),
             *options.coordinator_arguments,
         ]
 
     def _node_arguments(self, node_id: str) -> list[str]:
-        options = self.options
+        options, place = self.options, self._place(node_id)
         context = [] if options.context is None else ["--context", str(options.context)]
+        advertise = [] if place.advertise is None else ["--advertise", place.advertise]
         return [
-            *("node", "run", "--model", options.model, "--coordinator", self.address, "--node-id", node_id),
-            *("--store", str(self.directory / "store"), "--listen", "127.0.0.1:0"),
+            *("node", "run", "--model", options.model, "--node-id", node_id),
+            *("--coordinator", place.coordinator or self.address),
+            *("--store", str(self.directory / "store"), "--listen", f"{place.host}:0", *advertise),
             *("--threads", str(options.threads_per_node), "--kv-memory", options.kv_memory, *context),
             *("--ready-file", str(self.nodes[node_id].ready_file)),
             *options.node_arguments,
@@ -276,7 +306,7 @@ class LocalCluster:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server: old connections do not count
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((LOOPBACK, port))
                 probe.listen(1)
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()

@@ -31,13 +31,17 @@ LOG_BYTES_MAX: Final = 1 << 20
 
 @dataclass
 class ManagedProcess:
-    """`arguments` follow `kvferry`; the process writes `ready_file` when it serves; its stderr goes to `log_file`."""
+    """`arguments` follow `kvferry`; the process writes `ready_file` when it serves; its stderr goes to `log_file`.
+
+    `within` is a command that becomes the process which it is given, such as one that enters a namespace first.
+    """
 
     name: str
     arguments: list[str]
     ready_file: Path
     log_file: Path
     environment: dict[str, str] = field(default_factory=dict)
+    within: tuple[str, ...] = ()
     _process: subprocess.Popen[bytes] | None = None
     _pipe_write_fd: int | None = None
     _log_start: int = 0
@@ -70,7 +74,7 @@ class ManagedProcess:
         try:
             with self.log_file.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "kvferry.drills.child", str(read_fd), *self.arguments],
+                    [*self.within, sys.executable, "-m", "kvferry.drills.child", str(read_fd), *self.arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -1,0 +1,182 @@
+"""`kvferry drill list`, `explain` and `run`."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import click
+import platformdirs
+
+from kvferry.drills.cluster import default_threads_per_node
+from kvferry.drills.drill_report import as_text, headline, write_report
+from kvferry.drills.errors import DrillError
+from kvferry.drills.journal import Journal, clean_up_after_others
+from kvferry.drills.model import DEFAULT_MODEL, ensure_model
+from kvferry.drills.runner import Outcome, run_scenario
+from kvferry.drills.scenarios import SCENARIOS, Scenario
+from kvferry.drills.targets.base import Target
+from kvferry.drills.verdict import Ruling
+
+BROKEN_EXIT: Final = 1
+IMPOSSIBLE_EXIT: Final = 2
+INTERRUPTED_EXIT: Final = 130
+
+
+def say(line: str) -> None:
+    """To whoever watches; the result alone goes to standard output."""
+    click.echo(line, err=True)
+
+
+def list_scenarios(demo: str) -> None:
+    """One line each, after putting right what a drill that was killed left behind."""
+    failures = clean_up_after_others(say)
+    click.echo(f"{'demo':17} {demo}")
+    for scenario in SCENARIOS.values():
+        click.echo(f"{scenario.name:17} {scenario.hypothesis}")
+    for failure in failures:
+        say(f"could not be undone: {failure}")
+
+
+@click.command()
+@click.argument("name", type=click.Choice(list(SCENARIOS)))
+def explain(name: str) -> None:
+    """Tell what a drill does, what it proves, and what it is held to."""
+    scenario = SCENARIOS[name]
+    click.echo(f"{scenario.name}: {scenario.hypothesis}\n\nWhat it proves: {scenario.proves}\n")
+    click.echo(
+        f"{scenario.n_conversations} conversations of {scenario.n_turns} turns; {scenario.needs_nodes} nodes or more."
+    )
+    for injection in scenario.injections:
+        click.echo(
+            f"In answer {injection.turn}, after {injection.after_tokens} tokens: {injection.what.value}, "
+            f"{injection.where.value}; undone after {injection.hold_s:g} s."
+        )
+    limits = scenario.limits
+    click.echo("\nHeld to: 0 tokens lost, duplicated or differing")
+    click.echo(f"         longest pause at most {limits.longest_pause_s:g} s, whole again in {limits.recovery_s:g} s")
+    if limits.detection_s is not None:
+        click.echo(f"         detected within {limits.detection_s:g} s")
+    if limits.failovers_at_least:
+        click.echo(f"         failovers at least {limits.failovers_at_least}")
+    if limits.failovers_at_most is not None:
+        click.echo(f"         failovers at most {limits.failovers_at_most}")
+    if limits.refused_files_at_least:
+        click.echo(f"         files refused at least {limits.refused_files_at_least}")
+
+
+@click.command()
+@click.argument("name", type=click.Choice([*SCENARIOS, "all"]))
+@click.option("--target", "where", default="local", show_default=True, help="local, netns or inventory=FILE.")
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Of a cluster made for the drill.")
+@click.option("--nodes", "n_nodes", type=click.IntRange(2, 16), default=3, show_default=True, help="The same.")
+@click.option("--threads-per-node", type=click.IntRange(min=1), default=None, help="The same. Default: half the CPUs.")
+@click.option(
+    "--report",
+    "report_folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=None,
+    help="Reports go here, each into a folder of its own. Default: a folder of the user's data directory.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print the report for programs instead.")
+def run(
+    name: str,
+    where: str,
+    model: str,
+    n_nodes: int,
+    threads_per_node: int | None,
+    report_folder: Path | None,
+    is_json: bool,
+) -> None:
+    """Disturb a cluster, and judge whether it held. `all`: every drill, one after the other.
+
+    Exit code 0: the hypothesis held, or this target cannot do it (skipped); 1: it did not hold; 2: the drill could not
+    be done. Ctrl-C undoes everything first; after a kill -9 a reaper does, and the next drill looks again.
+    """
+    chosen = list(SCENARIOS.values()) if name == "all" else [SCENARIOS[name]]
+    folder = report_folder or platformdirs.user_data_path("kvferry") / "drills"
+    make = _maker(where, model, n_nodes, threads_per_node or default_threads_per_node())
+    failures = clean_up_after_others(say)
+    worst = 0
+    for scenario in chosen:
+        worst = max(worst, _run_one(scenario, make, folder, is_json))
+        if worst == INTERRUPTED_EXIT:
+            break
+    for failure in failures:
+        say(f"could not be undone: {failure}")
+    sys.exit(worst)
+
+
+Maker = Callable[[Journal], Target]
+
+
+def _maker(where: str, model: str, n_nodes: int, n_threads: int) -> Maker:
+    """How the target is made, once there is a journal. Raises DrillImpossible, UsageError."""
+    if where == "local":
+        from kvferry.drills.targets.local import LocalTarget
+        from kvferry.drills.targets.processes import OwnClusterOptions
+
+        ensure_model(model)
+        options = OwnClusterOptions(model=model, n_nodes=n_nodes, threads_per_node=n_threads)
+        return lambda journal: LocalTarget(journal, options)
+    raise click.UsageError(f"There is no target {where!r}: local, netns or inventory=FILE.")
+
+
+def _run_one(scenario: Scenario, make: Maker, folder: Path, is_json: bool) -> int:
+    """The exit code."""
+    started = time.time()
+    logs = Path(tempfile.mkdtemp(prefix="kvferry-drill-logs-"))
+    try:
+        with _sigterm_interrupts(), Journal.begin(scenario.name) as journal:
+            target = make(journal)
+            try:
+                outcome = run_scenario(scenario, target, started, say)
+            finally:
+                target.keep_logs(logs)
+        left_behind = target.left_behind()
+        place = write_report(outcome, folder, left_behind)
+        if outcome.ruling is Ruling.BROKEN:
+            shutil.copytree(logs, place / "logs")
+    except KeyboardInterrupt:
+        say("interrupted; what the drill did has been undone")
+        return INTERRUPTED_EXIT
+    except DrillError as error:
+        say(f"error: {error}")
+        return IMPOSSIBLE_EXIT
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+    _tell(outcome, place, left_behind, is_json)
+    return BROKEN_EXIT if outcome.ruling is Ruling.BROKEN or left_behind else 0
+
+
+def _tell(outcome: Outcome, place: Path, left_behind: list[str], is_json: bool) -> None:
+    if is_json:
+        click.echo((place / "report.json").read_text(), nl=False)
+        return
+    click.echo(as_text(outcome))
+    for thing in left_behind:
+        click.echo(f"LEFT BEHIND: {thing}")
+    click.echo(f"\n{headline(outcome)}\nreport: {place / 'report.html'}")
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM and a closed terminal do what Ctrl-C does."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
