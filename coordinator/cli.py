@@ -50,7 +50,7 @@ def coordinator() -> None:
     "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]), show_default=True
 )
 @telemetry_options
-def run(config: Path | None, log_level: str, log_format: Format | None, **options: Any) -> None:
+def run(config: Path | None, log_level: str, log_format: Format | None, otlp: str | None, **options: Any) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     # What gRPC prints by itself, past our logging and in words of its own, we say.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -58,8 +58,10 @@ def run(config: Path | None, log_level: str, log_format: Format | None, **option
     from kvferry.coordinator.config import CoordinatorSettings
     from kvferry.coordinator.server import run as run_coordinator
     from kvferry.telemetry.logs import configure_logs
+    from kvferry.telemetry.tracing import start_tracing
 
     configure_logs(log_level, log_format)
+    start_tracing("coordinator", otlp)
     logging.getLogger("stamina").setLevel(logging.ERROR)  # it tells each attempt and not why; we tell why, once
     for repeatable in ("model", "share_prefixes"):
         options[repeatable] = options[repeatable] or None  # none given: as the settings file has it

@@ -17,6 +17,7 @@ from kvferry.coordinator.turn import Blame, Loss
 from kvferry.proto.channel import channel_options
 from kvferry.proto.status import CODE_KEY
 from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
+from kvferry.telemetry import tracing
 
 CONNECT_SECONDS: Final = 1.0
 """A node on the same LAN connects in milliseconds; channels to known nodes are open already."""
@@ -93,7 +94,7 @@ class GrpcTransport:
         self, address: str, request: worker_pb2.RunTurnRequest, timeout_seconds: float | None = None
     ) -> Messages:
         await self._connect(address)
-        call = self._stub(address).RunTurn(request, timeout=timeout_seconds)
+        call = self._stub(address).RunTurn(request, timeout=timeout_seconds, metadata=tracing.carried())
         finished = False
         try:
             async for response in call:

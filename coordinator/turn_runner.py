@@ -39,6 +39,7 @@ from kvferry.coordinator.tasks import Bell, first_of
 from kvferry.coordinator.tenants import marked
 from kvferry.coordinator.transport import Messages, PlacementLost
 from kvferry.coordinator.turn import Blame, Loss, Phase, Turn
+from kvferry.coordinator.turn_trace import TurnTrace
 from kvferry.proto.v1 import chat_pb2, worker_pb2
 from kvferry.store.vlkv3 import identity_ids
 from kvferry.telemetry.logs import log_with
@@ -116,6 +117,7 @@ class TurnRunner:
     async def run(self) -> None:
         """The whole life of a turn, or until another coordinator has it: then it goes on there, or is over."""
         log_with(session_id=self.turn.record.session_id, turn_id=self.turn.record.turn_id)
+        self._trace = TurnTrace(self.turn.record, self._model.model_name)
         left_s = self._seconds_left()
         timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, self._expire)
         try:
@@ -123,6 +125,7 @@ class TurnRunner:
         except TAKEN_OVER as e:
             logger.warning("%r is not this coordinator's any more: %s", self.turn, e)
         finally:
+            self._trace.ended(self.turn)
             if timer is not None:
                 timer.cancel()
 
@@ -240,6 +243,7 @@ class TurnRunner:
             node.node_id, node.fingerprint, epoch, candidates_of(choice), self._now(),
             predicted_s=prediction.seconds, n_candidates=choice.n_candidates,
         )  # fmt: skip
+        self._trace.placed(node.node_id, epoch, prediction.seconds)
         self.obstacle = ""
         self.changed.ring()
         logger.info("%r placed", turn)
@@ -249,6 +253,7 @@ class TurnRunner:
         # No effect when the stream or the answer ended by itself. A node may be back in the meantime; its call is gone.
         lost = around.fleet.why_lost(node) or LostNode("lease_expired", "it was not heard in time")
         turn.lose(epoch, Loss(cause=lost.cause, detail=lost.detail, blame=Blame.TURN), self._now())
+        self._trace.left(turn)
         self.changed.ring()
         if turn.phase is Phase.WAITING:
             self.n_moves += turn.events[-1].node_lost.cause != "refused"

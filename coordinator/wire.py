@@ -18,6 +18,7 @@ from kvferry.coordinator.registry import Message, SessionRecord, TurnRecord
 from kvferry.coordinator.snapshots import WhichStore
 from kvferry.proto.status import status_of, trailing_metadata
 from kvferry.proto.v1 import chat_pb2, common_pb2, fleet_pb2, worker_pb2
+from kvferry.telemetry import tracing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,6 +62,8 @@ def streaming(
 
     @functools.wraps(method)
     async def handler(self: Any, request: Any, context: Context) -> AsyncIterator[T]:
+        if tracing.is_on():
+            tracing.follow(context.invocation_metadata())
         try:
             async for message in method(self, request, context):
                 yield message

@@ -21,6 +21,7 @@ from kvferry.gateway.dashboard import api as dashboard
 from kvferry.gateway.errors import ApiError, api_error_of
 from kvferry.gateway.metrics import Counted, GatewayMetrics
 from kvferry.gateway.responses import cancel_response, create_response, delete_response, get_response
+from kvferry.gateway.tracing import Traced
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ def create_app(make_context: Callable[[], Context]) -> Starlette:
         HTTPException: _on_http_error,
         Exception: _on_bug,
     }
-    counted = Middleware(Counted, metrics=metrics, routes=routes)
-    return Starlette(routes=routes, middleware=[counted], exception_handlers=dict(handlers), lifespan=lifespan)
+    watching = [Middleware(Counted, metrics=metrics, routes=routes), Middleware(Traced, routes=routes)]
+    return Starlette(routes=routes, middleware=watching, exception_handlers=dict(handlers), lifespan=lifespan)
 
 
 def _answer(error: ApiError) -> Response:

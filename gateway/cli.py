@@ -31,7 +31,7 @@ def gateway() -> None:
     "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]), show_default=True
 )
 @telemetry_options
-def run(config_file: Path | None, log_level: str, log_format: Format | None, **flags: Any) -> None:
+def run(config_file: Path | None, log_level: str, log_format: Format | None, otlp: str | None, **flags: Any) -> None:
     """Serve until SIGTERM or Ctrl-C: chat completions, responses, models, health.
 
     Point a program's base_url at http://HOST:PORT/v1; any API key will do.
@@ -40,6 +40,8 @@ def run(config_file: Path | None, log_level: str, log_format: Format | None, **f
     from kvferry.gateway.config import GatewayConfig
     from kvferry.gateway.process import serve
     from kvferry.telemetry.logs import configure_logs
+    from kvferry.telemetry.tracing import start_tracing
 
     configure_logs(log_level, log_format)
+    start_tracing("gateway", otlp)
     serve(GatewayConfig.load(flags, config_file, here=True))

@@ -58,7 +58,7 @@ def node() -> None:
 )
 @click.option("--log-level", help="debug, info, warning or error.  [default: info]")
 @telemetry_options
-def run(config_file: Path | None, log_format: Format | None, **flags: Any) -> None:
+def run(config_file: Path | None, log_format: Format | None, otlp: str | None, **flags: Any) -> None:
     """Serve turns until SIGTERM, which drains: turns move on, sessions are saved. A second one ends at once.
 
     Each setting may also come from the environment (KVFERRY_NODE_MODEL ...) or from the TOML file; flags win over the
@@ -77,8 +77,10 @@ def run(config_file: Path | None, log_format: Format | None, **flags: Any) -> No
     config = NodeConfig.load(flags, config_file, here=True)
     from kvferry.node.process import Node
     from kvferry.telemetry.logs import configure_logs
+    from kvferry.telemetry.tracing import start_tracing
 
     configure_logs(config.log_level, log_format, node_id=config.node_id)
+    start_tracing("node", otlp, config.node_id)
 
     async def serve() -> int:
         return await Node(config, cores).serve()

@@ -24,6 +24,7 @@ from kvferry.node.messages import (
     SaveSession,
     StopRun,
 )
+from kvferry.node.run_trace import RunTrace
 from kvferry.node.state import NodeState
 from kvferry.node.turns import Event, Failed, Finished, Prefix, Turn
 from kvferry.node.wire import (
@@ -109,12 +110,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         rule = await self._state.ready().rules.rule(request.grammar, request.token_ids[request.n_prompt_tokens :])
         turn = self._admit(request, rule)
         log_with(session_id=turn.session_id, turn_id=turn.turn_id, epoch=turn.epoch)
+        trace = RunTrace(turn, context)
+        self._state.store_watch.follow(turn.session_id, trace.span)
         engine = self._state.ready().engine
         self._state.open_turn(turn)
         try:
             engine.send(BeginTurn(turn))
-            await _stream(turn, context)
+            await _stream(turn, context, trace)
         finally:
+            trace.span.end()
             self._state.close_turn(turn)
             if not turn.outbox.closed:
                 engine.send(StopRun(turn.run_id))
@@ -237,10 +241,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         )
 
 
-async def _stream(turn: Turn, context: Context) -> None:
+async def _stream(turn: Turn, context: Context, trace: RunTrace) -> None:
     """Pass events on until the last one; what waits together travels together."""
     while True:
         events = await turn.outbox.take()
+        for event in events:
+            trace.note(event)
         sendable = [event for event in events if not isinstance(event, Failed)]
         for message in run_messages(sendable):
             await context.write(message)

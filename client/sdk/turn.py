@@ -18,6 +18,7 @@ from kvferry.client.sdk.filling import request_of
 from kvferry.client.sdk.forms import ParsedAnswer
 from kvferry.client.sdk.retry import Outage, backoff_of
 from kvferry.client.sdk.tracker import TurnTracker
+from kvferry.client.sdk.turn_trace import TurnTrace
 from kvferry.client.sdk.wire import event_of
 from kvferry.proto.v1 import chat_pb2
 
@@ -175,10 +176,15 @@ class AsyncTurn:
         def lost(failure: ClientError) -> ConnectionLost:
             return ConnectionLost(str(failure), self._tracker.next_index)
 
+        self._trace = TurnTrace(self.session_id, self.turn_id, self._request)
         whole = outliving(self._connection, lambda: self._tracker.finished, self._one_connection, lost)
-        async with aclosing(whole) as events:
-            async for event in events:
-                yield event
+        try:
+            async with aclosing(whole) as events:
+                async for event in events:
+                    self._trace.note(event)
+                    yield event
+        finally:
+            self._trace.end()
 
     async def _one_connection(self) -> AsyncGenerator[TurnEvent]:
         is_new = self._request is not None and not self._tracker.started
@@ -196,7 +202,7 @@ class AsyncTurn:
 
     def _generate(self) -> _EventCall:
         assert self._request is not None  # noqa: S101 - for mypy; _one_connection asked
-        return self._connection.stub.Generate(self._request)
+        return self._connection.stub.Generate(self._request, metadata=self._trace.headers)
 
     def _resume(self) -> _EventCall:
         return self._connection.stub.Resume(
@@ -205,7 +211,8 @@ class AsyncTurn:
                 session_id=self.session_id,
                 turn_id=self.turn_id,
                 from_index=self._tracker.next_index,
-            )
+            ),
+            metadata=self._trace.headers,
         )
 
     async def _read(self, call: _EventCall) -> AsyncGenerator[TurnEvent]:

@@ -10,6 +10,8 @@ from pathlib import Path
 import openai
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "telemetry"))  # otlp_collector.py
+
 from kvferry.drills.cluster import ClusterOptions, LocalCluster
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 
