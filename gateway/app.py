@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from kvferry.client import ClientError
 from kvferry.gateway.chat import chat_completions
+from kvferry.gateway.completions import completions
 from kvferry.gateway.context import Context, context_of
 from kvferry.gateway.dashboard import api as dashboard
 from kvferry.gateway.errors import ApiError, api_error_of
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 ROUTES: Final = [
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", create_response),
     ("GET", "/v1/responses/{response_id}", get_response),
     ("POST", "/v1/responses/{response_id}/cancel", cancel_response),

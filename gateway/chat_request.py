@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,14 +12,11 @@ from kvferry.gateway.messages import ChatMessage
 from kvferry.gateway.parameters import (
     FunctionTool,
     ReasoningEffort,
-    SamplingFields,
+    StreamedFields,
     ToolMode,
     answer_form,
     output_format,
-    stops_of,
 )
-
-MAX_SAMPLES: Final = 16
 
 
 class ChatTool(BaseModel):
@@ -58,25 +55,12 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, Any] | None = None
 
 
-class StreamOptions(BaseModel):
-    """Of a stream."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    include_usage: bool = False
-
-
-class ChatRequest(SamplingFields):
+class ChatRequest(StreamedFields):
     """See OpenAI's reference; docs/openai.md says what is honoured."""
 
-    model: str = ""
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     response_format: ResponseFormat | None = None
@@ -89,23 +73,11 @@ class ChatRequest(SamplingFields):
         """0: to the end of the context."""
         return self.max_completion_tokens or self.max_tokens or 0
 
-    @property
-    def stops(self) -> list[str]:
-        """Always a list."""
-        return stops_of(self.stop)
-
-    @property
-    def wants_usage(self) -> bool:
-        """At the end of a stream."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
     def check(self) -> None:
         """What no field alone can tell; raises ApiError."""
-        self.check_unknown()
+        self.check_stream()
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options needs stream: true", "stream_options")
 
     def form(self) -> AnswerForm:
         """Tools, thinking and format of the answer."""

@@ -26,15 +26,33 @@ def call_json(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-@dataclass(slots=True)
-class Choice:
-    """One answer so far.
+class HeldLogprobs:
+    """Log-probabilities on their way: those of tokens without text wait, since one of them may be the end."""
 
-    Each event that adds something makes one part of one chunk, so that its place in the stream, `place`, is also the
-    reader's: whoever has a chunk has all that came before it.
-    """
+    def __init__(self) -> None:
+        self._held: list[Json] = []
+
+    def push(self, token: Token) -> list[Json]:
+        """What may be told now."""
+        if token.logprob is None:
+            return []
+        self._held.append(logprob_json(token))
+        if not token.text:
+            return []
+        entries, self._held = self._held, []
+        return entries
+
+    def flush(self, end: Finished) -> list[Json]:
+        """What is left. The end token's, which has no text, is never told."""
+        return [] if end.reason is FinishReason.END else self._held
+
+
+@dataclass(slots=True)
+class ChatChoice:
+    """One answer so far; see answering.Choice."""
 
     index: int
+    with_logprobs: bool = False
     place: int = 0  # events with a part so far: the role, the tokens, the end
     n_prompt: int = 0
     n_cached: int = 0
@@ -43,7 +61,7 @@ class Choice:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
-    _held: list[Json] = field(default_factory=list)  # log-probabilities of tokens without text: one may be the end
+    _held: HeldLogprobs = field(default_factory=HeldLogprobs)
 
     def push(self, event: TurnEvent) -> Json | None:
         """What one event adds to the stream, if anything."""
@@ -52,18 +70,18 @@ class Choice:
                 self.n_prompt = event.n_prompt_tokens
                 self.place = 1
                 return self._part({"role": "assistant", "content": ""})
-            case Placed(prefix=prefix, first_index=0) if prefix is not None:
-                self.n_cached = min(prefix.n_resident + prefix.n_restored, self.n_prompt)
+            case Placed():
+                self.n_cached = n_cached_of(event, self.n_prompt, self.n_cached)
             case Token():
                 self.place = event.sequence + 2
-                entries = self._entries(event)
+                entries = self._held.push(event)
                 delta = self._delta(event.content, event.reasoning, event.tool_calls)
                 self.logprobs += entries
                 return self._part(delta, entries) if delta or entries else None
             case Finished():
                 self.finished = event
                 self.place += 1
-                entries = [] if event.reason is FinishReason.END else self._held
+                entries = self._held.flush(event)
                 self.logprobs += entries
                 delta = self._delta(event.tail_content, event.tail_reasoning, event.tail_calls)
                 return self._part(delta, entries, self.finish_reason)
@@ -82,9 +100,9 @@ class Choice:
             message["tool_calls"] = [call_json(call) for call in self.calls]
         return message
 
-    def whole(self, *, with_logprobs: bool) -> Json:
+    def whole(self) -> Json:
         """As an answer that is not streamed has it."""
-        logprobs = {"content": self.logprobs, "refusal": None} if with_logprobs else None
+        logprobs = {"content": self.logprobs, "refusal": None} if self.with_logprobs else None
         return {
             "index": self.index,
             "message": self.message,
@@ -115,16 +133,6 @@ class Choice:
             self.calls += calls
         return delta
 
-    def _entries(self, token: Token) -> list[Json]:
-        """Log-probabilities that may be told now. The end token's, which has no text, never is."""
-        if token.logprob is None:
-            return []
-        self._held.append(logprob_json(token))
-        if not token.text:
-            return []
-        entries, self._held = self._held, []
-        return entries
-
     def _part(self, delta: Json, entries: Sequence[Json] = (), finish_reason: str | None = None) -> Json:
         logprobs = {"content": list(entries), "refusal": None} if entries else None
         return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -145,13 +153,8 @@ def _alternative(other: TokenLogprob) -> Json:
     return {"token": other.text, "logprob": other.logprob, "bytes": list(other.text.encode())}
 
 
-def usage_of(choices: Sequence[Choice]) -> Json:
-    """The prompt counts once, however many answers it has; `cached_tokens` is what the first of them found."""
-    n_prompt = choices[0].n_prompt
-    n_answer = sum(choice.finished.n_answer_tokens for choice in choices if choice.finished is not None)
-    return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_answer,
-        "total_tokens": n_prompt + n_answer,
-        "prompt_tokens_details": {"cached_tokens": choices[0].n_cached},
-    }
+def n_cached_of(placed: Placed, n_prompt: int, n_known: int) -> int:
+    """Tokens of the prompt that were not computed: as its first placement tells, once it knows."""
+    if placed.first_index or placed.prefix is None:
+        return n_known
+    return min(placed.prefix.n_resident + placed.prefix.n_restored, n_prompt)

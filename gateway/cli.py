@@ -23,6 +23,10 @@ def gateway() -> None:
 )
 @click.option("--listen", metavar="HOST:PORT", help="Where HTTP is served.  [default: 127.0.0.1:8080]")
 @click.option("--patience-seconds", type=float, help="For a coordinator that is away.  [default: 60]")
+@click.option(
+    "--keep-seconds", type=int, help="How long a completion's stream can be picked up again.  [default: 3600]"
+)
+@click.option("--keep-responses-days", type=float, help="How long responses are kept that nobody uses.  [default: 30]")
 @click.option("--allow-kill", is_flag=True, default=None, help="The dashboard may kill nodes started beside it.")
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="File that says where the gateway serves, once it does."

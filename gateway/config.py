@@ -41,6 +41,22 @@ class GatewayConfig(Settings):
         what="how long a request waits for a coordinator that is away",
         why="a coordinator that was restarted is back in seconds; a board that boots takes most of a minute",
     )
+    keep_seconds: int = setting(
+        3600,
+        ge=1,
+        le=2**31,
+        unit="seconds",
+        what="how long the session of a completion is kept that nobody uses",
+        why="so long its stream can be picked up again; what later requests share with it is found without it",
+    )
+    keep_responses_days: float = setting(
+        30.0,
+        gt=0,
+        le=36_500,
+        unit="days",
+        what="how long a response is kept that nobody uses",
+        why="programs ask for responses by name days later; OpenAI keeps them for 30 days",
+    )
     allow_kill: bool = setting(
         default=False,
         what="let the dashboard kill nodes that were started beside it",

@@ -23,6 +23,10 @@ class Context:
     models: Models
     watcher: Watcher
     may_kill: bool
+    # Sessions without use are forgotten after so long: of requests that bring their whole history; of responses, which
+    # are asked for by name.
+    keep_seconds: int
+    keep_responses_seconds: int
     new_id: Callable[[], str]
     new_seed: Callable[[], int]
     wall_clock: Callable[[], float]

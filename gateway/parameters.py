@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -78,6 +78,45 @@ class SamplingFields(BaseModel):
         )
 
 
+class StreamOptions(BaseModel):
+    """Of a stream."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool = False
+
+
+MAX_SAMPLES: Final = 16
+
+
+class StreamedFields(SamplingFields):
+    """What both kinds of completions have."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    stop: str | list[str] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Always a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def wants_usage(self) -> bool:
+        """At the end of a stream."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check_stream(self) -> None:
+        """Raises ApiError, also for fields that are not known."""
+        self.check_unknown()
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options needs stream: true", "stream_options")
+
+
 class FunctionTool(BaseModel):
     """A function as a tool describes it."""
 
@@ -150,10 +189,3 @@ def output_format(kind: str, schema: Any, parameter: str) -> OutputFormat | None
             raise invalid(f"{parameter} has no schema, or one that is not an object", parameter)
         case _:
             raise unsupported(parameter, f"an answer is text, json_object or json_schema, not {kind}")
-
-
-def stops_of(stop: str | list[str] | None) -> list[str]:
-    """Always a list."""
-    if stop is None:
-        return []
-    return [stop] if isinstance(stop, str) else stop

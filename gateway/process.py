@@ -48,6 +48,8 @@ def serve(config: GatewayConfig) -> None:
             models=Models(client, time.monotonic),
             watcher=Watcher(client, lambda: time.time() * 1000),
             may_kill=config.allow_kill,
+            keep_seconds=config.keep_seconds,
+            keep_responses_seconds=max(1, round(config.keep_responses_days * 86_400)),
             new_id=lambda: uuid.uuid4().hex,
             new_seed=lambda: secrets.randbits(63),
             wall_clock=time.time,

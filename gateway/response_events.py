@@ -46,6 +46,7 @@ def base_response(response_id: str, created_at: int, model: str, previous_id: st
         "tools": [],
         "tool_choice": "auto",
         "parallel_tool_calls": True,
+        "store": True,
         "metadata": {},
     }
 

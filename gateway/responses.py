@@ -3,22 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from kvferry.client import AsyncSession, AsyncTurn, ClientError, NotFound, SessionDetails, TurnState
 from kvferry.gateway import sse
 from kvferry.gateway.body import read_body
-from kvferry.gateway.chat import LAST_EVENT_ID
 from kvferry.gateway.context import Context, context_of
 from kvferry.gateway.errors import ApiError, api_error_of, invalid
 from kvferry.gateway.response_events import Json, ResponseStream, base_response
 from kvferry.gateway.responses_request import ResponseRequest
-from kvferry.gateway.samples import with_pauses
 from kvferry.telemetry.logs import log_with
 
 PREFIX: Final = "resp_"
@@ -29,23 +26,28 @@ async def create_response(request: Request) -> Response:
     context = context_of(request)
     asked = await read_body(request, ResponseRequest)
     asked.check()
-    if asked.stream and (last_id := request.headers.get(LAST_EVENT_ID)) is not None:
+    if asked.stream and (last_id := request.headers.get(sse.LAST_EVENT_ID)) is not None:
         response_id, (seen, *_) = sse.parse_event_id(last_id)
         return await _streamed_again(context, response_id, seen)
     messages, form = asked.messages(), asked.form()
     sampling = asked.sampling(context.new_seed, logprobs=asked.wants_logprobs, top_logprobs=asked.top_logprobs)
-    session = await _new_session(context, asked.model, asked.previous_response_id)
+    session = await _new_session(context, asked)
     log_with(session_id=session.id)
     turn = session.generate(messages, sampling=sampling, max_tokens=asked.max_output_tokens or 0, form=form)
-    stream = ResponseStream(_base(await session.details()))
+    stream = ResponseStream(_base(await session.details()) | {"store": asked.is_stored})
+    forget = None if asked.is_stored else session.delete
     if asked.stream:
-        return await _streamed(turn, stream, after=-1)
+        return await sse.EventStream.begun(_frames(turn, stream, after=-1, forget=forget))
     if asked.background:
         started = await anext(turn)  # its record is durable: it goes on without us
         stream.push(started)
         context.in_background(_collected(turn, ResponseStream(stream.base)))
         return JSONResponse(stream.response)
-    return JSONResponse(await _collected(turn, stream))
+    try:
+        return JSONResponse(await _collected(turn, stream))
+    finally:
+        if forget is not None:
+            context.in_background(forget())
 
 
 async def get_response(request: Request) -> Response:
@@ -78,10 +80,13 @@ async def delete_response(request: Request) -> Response:
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-async def _new_session(context: Context, model: str, previous_id: str | None) -> AsyncSession:
-    name = f"{PREFIX}{context.new_id()}"
+async def _new_session(context: Context, asked: ResponseRequest) -> AsyncSession:
+    name, previous_id = f"{PREFIX}{context.new_id()}", asked.previous_response_id
     if previous_id is None:
-        return await context.client.create_session(name, model=await context.models.find(model))
+        expires_after_s = context.keep_responses_seconds if asked.is_stored else context.keep_seconds
+        return await context.client.create_session(
+            name, model=await context.models.find(asked.model), expires_after_s=expires_after_s
+        )
     details = await _details(context, previous_id, parameter="previous_response_id")
     if details.session.open_turn_id:
         raise ApiError(
@@ -128,35 +133,25 @@ async def _collected(turn: AsyncTurn, stream: ResponseStream) -> Json:
 
 async def _streamed_again(context: Context, response_id: str, after: int) -> Response:
     details = await _details(context, response_id)
-    return await _streamed(context.client.session(response_id).resume(), ResponseStream(_base(details)), after)
+    frames = _frames(context.client.session(response_id).resume(), ResponseStream(_base(details)), after)
+    return await sse.EventStream.begun(frames)
 
 
-async def _streamed(turn: AsyncTurn, stream: ResponseStream, after: int) -> Response:
-    """The status is told with the first event: until then an error still has one of its own."""
-    chunks = _chunks(turn, stream, after)
-    first = await anext(chunks, b"")
-
-    async def whole() -> AsyncIterator[bytes]:
-        yield first
-        async for chunk in chunks:
-            yield chunk
-
-    return StreamingResponse(whole(), media_type="text/event-stream", headers=sse.HEADERS)
-
-
-async def _chunks(turn: AsyncTurn, stream: ResponseStream, after: int) -> AsyncIterator[bytes]:
+async def _frames(
+    turn: AsyncTurn, stream: ResponseStream, after: int, forget: Callable[[], Awaitable[None]] | None = None
+) -> AsyncGenerator[bytes]:
+    """Those after this number. Raises ClientError before the first of them. ``forget``: what is done at the end."""
     is_begun = False
     try:
-        async with aclosing(with_pauses(turn, sse.KEEP_ALIVE_SECONDS)) as events:
-            async for item in events:
-                if item is None:
-                    yield sse.KEEP_ALIVE
-                    continue
+        async with turn:
+            async for item in turn:
                 for event in stream.push(item):
-                    if event["sequence_number"] > after:
+                    number = event["sequence_number"]
+                    if number > after:
                         is_begun = True
-                        number = event["sequence_number"]
                         yield sse.encode(event, event_id=sse.event_id(stream.base["id"], [number]), event=event["type"])
+        if forget is not None:
+            await forget()
     except ClientError as error:
         if not is_begun:
             raise

@@ -90,6 +90,12 @@ class ResponseRequest(SamplingFields):
     tool_choice: ToolMode | NamedTool | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it can be asked for later."""
+        return self.store is not False
 
     @property
     def wants_logprobs(self) -> bool:
@@ -101,6 +107,8 @@ class ResponseRequest(SamplingFields):
         self.check_unknown()
         if self.truncation == "auto":
             raise unsupported("truncation", "what is cut away would be lost in silence; shorten the input")
+        if self.background and not self.is_stored:
+            raise invalid("a response in the background has to be stored, or nobody could ask for it", "store")
         for number, tool in enumerate(self.tools or ()):
             if tool.type != "function":
                 raise unsupported(f"tools[{number}]", f"tools are functions, not {tool.type}")

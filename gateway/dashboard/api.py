@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,7 @@ from typing import Any, Final
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from kvferry.client import (
@@ -31,7 +31,6 @@ from kvferry.gateway import sse
 from kvferry.gateway.body import read_body
 from kvferry.gateway.context import context_of
 from kvferry.gateway.errors import ApiError, api_error_of
-from kvferry.gateway.samples import with_pauses
 
 STATIC: Final = Path(__file__).parent / "static"
 
@@ -100,12 +99,12 @@ async def turns(request: Request) -> Response:
     """GET /dashboard/turns: a stream of turns, each whenever it changes."""
     watcher = context_of(request).watcher
 
-    async def stream() -> AsyncIterator[bytes]:
-        async with aclosing(with_pauses(watcher.subscribe(), sse.KEEP_ALIVE_SECONDS)) as traces:
+    async def frames() -> AsyncGenerator[bytes]:
+        async with aclosing(watcher.subscribe()) as traces:
             async for trace in traces:
-                yield sse.KEEP_ALIVE if trace is None else sse.encode(trace)
+                yield sse.encode(trace)
 
-    return StreamingResponse(stream(), media_type="text/event-stream", headers=sse.HEADERS)
+    return sse.EventStream(frames())
 
 
 async def chat(request: Request) -> Response:
@@ -117,10 +116,10 @@ async def chat(request: Request) -> Response:
     turn = session.generate(
         asked.text, max_tokens=asked.max_tokens, temperature=asked.temperature, seed=context.new_seed()
     )
-    return StreamingResponse(_chat_events(turn), media_type="text/event-stream", headers=sse.HEADERS)
+    return sse.EventStream(_chat_events(turn))
 
 
-async def _chat_events(turn: AsyncTurn) -> AsyncIterator[bytes]:
+async def _chat_events(turn: AsyncTurn) -> AsyncGenerator[bytes]:
     yield sse.encode({"kind": "session", "session_id": turn.session_id, "turn_id": turn.turn_id})
     try:
         async with turn:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
 from kvferry.client import AsyncClient, AsyncTurn, ClientError, Finished, SessionInfo, Token
@@ -38,7 +38,7 @@ class Watcher:
         self._seen: dict[str, int] = {}  # session → time of its last change
         self._looking: asyncio.Task[None] | None = None
 
-    async def subscribe(self) -> AsyncIterator[dict[str, Any]]:
+    async def subscribe(self) -> AsyncGenerator[dict[str, Any]]:
         """The latest turns, then each as it changes."""
         queue: asyncio.Queue[Trace] = asyncio.Queue(MAX_UNREAD)
         self._readers.add(queue)

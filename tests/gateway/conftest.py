@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
@@ -30,16 +30,28 @@ def cluster(tmp_path_factory) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="session")
-def base_url(cluster, tmp_path_factory) -> Iterator[str]:
-    """A gateway process in front of the cluster."""
-    ready = tmp_path_factory.mktemp("gateway") / "ready.json"
-    command = [sys.executable, "-m", "kvferry.client.cli", "gateway", "run", "--coordinator", cluster.address]
-    process = subprocess.Popen([*command, "--listen", "127.0.0.1:0", "--ready-file", str(ready)])
-    try:
-        yield f"http://{wait_ready(ready, process)}"
-    finally:
+def new_gateway(tmp_path_factory) -> Iterator[Callable[..., str]]:
+    """Starts gateway processes with these arguments; each one's http://HOST:PORT."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(coordinator: str, *arguments: str) -> str:
+        ready = tmp_path_factory.mktemp("gateway") / "ready.json"
+        command = [sys.executable, "-m", "kvferry.client.cli", "gateway", "run", "--coordinator", coordinator]
+        process = subprocess.Popen([*command, "--listen", "127.0.0.1:0", "--ready-file", str(ready), *arguments])
+        processes.append(process)
+        return f"http://{wait_ready(ready, process)}"
+
+    yield start
+    for process in processes:
         process.terminate()
+    for process in processes:
         process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def base_url(cluster, new_gateway) -> str:
+    """A gateway process in front of the cluster."""
+    return new_gateway(cluster.address)
 
 
 def wait_ready(path: Path, process: subprocess.Popen[bytes]) -> str:
