@@ -30,6 +30,7 @@ SHORT_HELP: Final = {
     "simulate": "Predict what a fleet would do, with the coordinator's own routing.",
     "storm": "Break simulated clusters in every way, thousands of times.",
     "drill": "Break a real cluster and judge what happened.",
+    "fleet": "Get ready what boards need.",
     "bench": "Measure, as ratios against a peer in the same run.",
 }
 """What `kvferry --help` prints. Kept here, since asking a command for its help imports its room."""

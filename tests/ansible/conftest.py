@@ -31,4 +31,4 @@ def load_program(path: Path) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def bundle(ansible: Path) -> ModuleType:
-    return load_program(ansible / "bundle.py")
+    return load_program(ansible.parent / "fleet" / "bundle.py")

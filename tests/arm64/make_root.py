@@ -1,6 +1,7 @@
-"""Builds an AArch64 userland to run the engine in under qemu-user: `python tests/arm64/make_root.py [FOLDER]`.
+"""Builds an AArch64 userland to run kvferry in under qemu-user: `python tests/arm64/make_root.py [FOLDER]`.
 
-It needs no chroot, no binfmt registration and no change to this system's package state: the packages are unpacked, not
+What is put into it is what boards get: the bundle for AArch64, installed by the emulated Python as ansible does it. It
+needs no chroot, no binfmt registration and no change to this system's package state: the packages are unpacked, not
 installed, and qemu finds the libraries by its own prefix. Debian or Ubuntu with apt-get; the emulator itself
 (qemu-user-static) is installed when it is missing, which takes root.
 """
@@ -11,33 +12,19 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 from typing import Final
 
 from platformdirs import user_cache_path
 
+from kvferry.fleet.bundle import Bundle, make_bundle
+
+PROJECT: Final = Path(__file__).parents[2]
+
 EMULATOR: Final = "qemu-aarch64-static"
 SYSTEM_PACKAGES: Final = ("python3.11", "libstdc++6", "libgomp1")
-PYTHON_PACKAGES: Final = (
-    "gguf",
-    "jinja2",
-    "llvmlite",
-    "numba",
-    "numpy",
-    "pillow",
-    "platformdirs",
-    "safetensors",
-    "rich",
-    "tokenizers",
-)
-PLATFORMS: Final = (
-    "manylinux_2_28_aarch64",
-    "manylinux_2_27_aarch64",
-    "manylinux2014_aarch64",
-    "manylinux_2_17_aarch64",
-)
-
 # The board that is stood in for: four Cortex-A55 and four Cortex-A76, as Linux shows them. LLVM reads the processor's
 # name from here, and qemu would show the host's file.
 _FEATURES: Final = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"
@@ -74,13 +61,14 @@ def make_root(root: Path) -> None:
         install = ["install", "-y", "-q", "--no-install-recommends", "qemu-user-static"]
         subprocess.run(["apt-get", *wait, *install], check=True)
     root.parent.mkdir(parents=True, exist_ok=True)
+    bundle = make_bundle(PROJECT, root.parent / "bundles", "aarch64", "3.11")
     with tempfile.TemporaryDirectory(prefix="arm64-", dir=root.parent) as folder:
         staged = Path(folder) / "root"
         staged.mkdir()
         _unpack_system(staged, Path(folder) / "apt")
-        _add_python_packages(staged)
         (staged / "proc").mkdir(exist_ok=True)
         (staged / "proc/cpuinfo").write_text("".join(_processor(i) for i in range(len(_PARTS))))
+        install_bundle(staged, bundle, site_packages(staged))
         (staged / "complete").touch()
         shutil.rmtree(root, ignore_errors=True)
         staged.rename(root)
@@ -112,11 +100,17 @@ def _unpack_system(root: Path, state: Path) -> None:
         subprocess.run(["dpkg-deb", "-x", str(package), str(root)], check=True)
 
 
-def _add_python_packages(root: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    where = ["--target", str(site_packages(root)), "--python-version", "3.11", "--only-binary=:all:"]
-    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
-    subprocess.run([*pip, *where, *platforms, *PYTHON_PACKAGES], check=True)
+def install_bundle(root: Path, bundle: Bundle, target: Path) -> None:
+    """Unpack the bundle, compare the sums, and have the emulated pip install from nothing else."""
+    with tempfile.TemporaryDirectory(prefix="bundle-") as folder:
+        with tarfile.open(bundle.tar) as archive:
+            archive.extractall(folder, filter="data")
+        subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
+        (pip,) = Path(folder).glob("pip-*.whl")
+        offline = ["--no-index", f"--find-links={folder}", "--no-cache-dir", "--no-compile", "--quiet"]
+        quiet = ["--disable-pip-version-check", "--root-user-action=ignore"]
+        wanted = ["--target", str(target), f"kvferry=={bundle.version}"]
+        subprocess.run([*interpreter(root), str(pip / "pip"), "install", *offline, *quiet, *wanted], check=True)
 
 
 def _processor(index: int) -> str:

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Gathers all that a board needs to install kvferry without a network: one tar of wheels with their SHA-256 sums.
 
-Runs on the controller, needs pip and a package index, and only the standard library. Prints JSON:
-{"release", "version", "tar", "sha256", "made"}. A bundle that is there already is not made again.
+Runs on the controller, needs pip and a package index, and only the standard library: the playbooks call it as a program
+with ansible's Python, people by `kvferry fleet bundle`. Prints JSON: {"release", "version", "tar", "sha256", "made"}. A
+bundle that is there already is not made again. pip compares each wheel with the sum that the index gives.
 
 A release is named by its version and a digest of its sources, so two states of the tree never share a name.
 pip evaluates environment markers for the interpreter it runs under, not for the target: none of our dependencies has
@@ -22,8 +23,11 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+ARCHITECTURES = ("x86_64", "aarch64")
 
 # The oldest C library that llvmlite's wheels run on; a bundle for it installs on every newer board.
 GLIBC_MINOR = 28
@@ -32,29 +36,64 @@ SOURCE_DATE_EPOCH = "1577836800"
 SKIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "*.egg-info")
 
 
-def main() -> None:
-    arguments = _arguments()
-    version = tomllib.loads((arguments.source / "pyproject.toml").read_text())["project"]["version"]
+class CannotBundle(Exception):
+    """There is no bundle; the sentence says why and what to do."""
+
+    code = "cannot_bundle"
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One release for one kind of board. ``made``: now, it was not there already."""
+
+    release: str
+    version: str
+    tar: str
+    sha256: str
+    made: bool
+
+
+def make_bundle(source: Path, output: Path, arch: str, python: str, extras: Sequence[str] = ()) -> Bundle:
+    """Gather the release of the tree ``source`` into the folder ``output``.
+
+    Raises:
+        CannotBundle: the tree is none of kvferry, or pip could not bring everything.
+    """
+    if not (source / "pyproject.toml").is_file() or not (source / "src" / "kvferry").is_dir():
+        raise CannotBundle(f"{source} is no source tree of kvferry: name one with --source")
+    version = tomllib.loads((source / "pyproject.toml").read_text())["project"]["version"]
     with tempfile.TemporaryDirectory(prefix="kvferry-bundle-") as temp:
         tree = Path(temp, "tree")
-        _copy_sources(arguments.source, tree)
+        _copy_sources(source, tree)
         release = f"{version}-{_digest_of_tree(tree)[:8]}"
-        tar = arguments.output / f"kvferry-{release}-{arguments.arch}-py{arguments.python.replace('.', '')}.tar"
+        marks = [arch, f"py{python.replace('.', '')}", *sorted(extras)]
+        tar = output / f"kvferry-{release}-{'-'.join(marks)}.tar"
         made = not tar.exists()
         if made:
             wheels = Path(temp, "wheels")
-            _gather(tree, wheels, arguments.arch, arguments.python)
-            arguments.output.mkdir(parents=True, exist_ok=True)
+            _gather(tree, wheels, arch, python, extras)
+            output.mkdir(parents=True, exist_ok=True)
             _write_tar(wheels, tar)
-    facts = {"release": release, "version": version, "tar": str(tar), "sha256": _sha256(tar), "made": made}
-    print(json.dumps(facts))
+    return Bundle(release, version, str(tar), _sha256(tar), made)
+
+
+def main() -> None:
+    arguments = _arguments()
+    try:
+        extras = [extra for extra in arguments.extras.split(",") if extra]
+        bundle = make_bundle(arguments.source, arguments.output, arguments.arch, arguments.python, extras)
+    except CannotBundle as error:
+        sys.exit(f"error: {error}")
+    print(json.dumps(asdict(bundle)))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", required=True, choices=["x86_64", "aarch64"], help="the boards' architecture")
+    parser.add_argument("--arch", required=True, choices=ARCHITECTURES, help="the boards' architecture")
     parser.add_argument("--python", required=True, help="the boards' Python, such as 3.11")
     parser.add_argument("--output", required=True, type=Path, help="folder that keeps bundles")
+    parser.add_argument("--extras", default="", help="such as s3,tracing")
     parser.add_argument("--source", type=Path, default=Path(__file__).resolve().parent.parent, help="tree of kvferry")
     return parser.parse_args()
 
@@ -86,7 +125,7 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _gather(tree: Path, wheels: Path, arch: str, python: str) -> None:
+def _gather(tree: Path, wheels: Path, arch: str, python: str, extras: Sequence[str]) -> None:
     """Our wheel, its dependencies for the target, and pip itself: Debian's python3 comes without one."""
     _pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(tree))
     ours = next(wheels.glob("kvferry-*.whl"))
@@ -94,7 +133,7 @@ def _gather(tree: Path, wheels: Path, arch: str, python: str) -> None:
     _pip(
         "download", "--dest", str(wheels), "--only-binary=:all:", "--implementation=cp", f"--python-version={python}",
         *(f"--platform={platform}" for platform in [*platforms, f"manylinux2014_{arch}"]),
-        f"{ours}[s3]", "pip",
+        f"{ours}[{','.join(extras)}]" if extras else str(ours), "pip",
     )  # fmt: skip
 
 
@@ -104,7 +143,7 @@ def _pip(*arguments: str) -> None:
         env={**os.environ, "SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        sys.exit(f"error: pip {arguments[0]} failed, so there is no bundle:\n{done.stderr.strip()}")
+        raise CannotBundle(f"pip {arguments[0]} failed, so there is no bundle:\n{done.stderr.strip()}")
 
 
 def _write_tar(wheels: Path, tar: Path) -> None:

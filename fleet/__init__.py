@@ -1,0 +1,1 @@
+"""What an operator's own machine does for a fleet of boards."""

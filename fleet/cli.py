@@ -1,0 +1,98 @@
+"""The command `kvferry fleet`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvferry.fleet.bundle import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from kvferry.engine.files.catalogue import ModelRecord
+    from kvferry.fleet.bundle import Bundle
+
+PYTHON: Final = "3.11"
+
+
+@click.group()
+def fleet() -> None:
+    """Get ready what boards need; ansible/ brings it there."""
+
+
+@fleet.command("bundle")
+@click.option("--arch", type=click.Choice(ARCHITECTURES), default="aarch64", show_default=True, help="Of the boards.")
+@click.option("--python", default=PYTHON, show_default=True, metavar="VERSION", help="Of the boards, such as 3.12.")
+@click.option("--extras", default="s3", show_default=True, metavar="NAMES", help="Such as s3,tracing.")
+@click.option("--model", "models", multiple=True, metavar="NAME", help="A fetched model to put beside it. Repeatable.")
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), default=None,
+              help="Folder that keeps bundles. Default: where the playbooks look for them.")  # fmt: skip
+@click.option("--source", type=click.Path(path_type=Path, file_okay=False), default=None,
+              help="Source tree of kvferry. Default: the one this command is run from.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bundle(
+    arch: str,
+    python: str,
+    extras: str,
+    models: tuple[str, ...],
+    output: Path | None,
+    source: Path | None,
+    as_json: bool,
+) -> None:
+    """Gather the wheels and models that boards install without a network.
+
+    One tar holds our wheel, all that it needs for the boards' architecture and Python, pip itself, and the SHA-256 sum
+    of each. Model files are compared with the sums that were recorded when they were fetched.
+
+    Example: kvferry fleet bundle --arch aarch64 --python 3.11 --model smollm2-135m
+    """
+    from kvferry.engine.files.catalogue import cache_root
+    from kvferry.engine.files.fetch import verify_model
+    from kvferry.fleet.bundle import make_bundle
+
+    folder = output or cache_root() / "bundles"
+    tree = source or Path(__file__).resolve().parents[1]
+    records = [verify_model(name) for name in models]
+    made = make_bundle(tree, folder, arch, python, [extra for extra in extras.split(",") if extra])
+    gathered = [file for record in records for file in _gather_model(record, folder / "models")]
+    if as_json:
+        click.echo(
+            json.dumps({**asdict(made), "models": [{"path": str(p), "sha256": s} for p, s in gathered]}, indent=2)
+        )
+    else:
+        _tell(made, gathered)
+
+
+def _gather_model(record: ModelRecord, folder: Path) -> list[tuple[Path, str]]:
+    """The model's files with their sums, in ``folder``; hard links where the file system allows."""
+    gathered = []
+    for file_name, recorded in record.files.items():
+        target = folder / record.name / file_name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        gathered.append((_linked(record.folder / file_name, target), recorded.sha256))
+    return gathered
+
+
+def _linked(file: Path, target: Path) -> Path:
+    if not target.exists():
+        try:
+            target.hardlink_to(file)
+        except OSError:  # another file system
+            temp = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+            shutil.copyfile(file, temp)
+            temp.replace(target)
+    return target
+
+
+def _tell(made: Bundle, gathered: list[tuple[Path, str]]) -> None:
+    click.echo(f"release  {made.release}{'' if made.made else '  (was there already)'}")
+    click.echo(f"tar      {made.tar}  {Path(made.tar).stat().st_size / 1e6:.0f} MB")
+    click.echo(f"sha256   {made.sha256}")
+    for path, digest in gathered:
+        click.echo(f"model    {path}  {path.stat().st_size / 1e6:.0f} MB\n         {digest}")
+    click.echo("next     cd ansible && ansible-playbook -i inventory.yml site.yml")

@@ -1,0 +1,130 @@
+"""`kvferry fleet bundle`: what boards install without a network, and that it runs on the boards' processor."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+import grpc
+import pytest
+
+from kvferry.drills.model import DEFAULT_MODEL, ensure_model
+from kvferry.engine.files.resolve import resolve_model
+from kvferry.fleet.bundle import CannotBundle, make_bundle
+from kvferry.proto.channel import channel_options
+from kvferry.proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+PROJECT: Final = Path(__file__).parents[2]
+KVFERRY: Final = ("-m", "kvferry.client.cli")
+START_SECONDS: Final = 1800  # all kernels are compiled under emulation
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+arm64 = load(PROJECT / "tests/arm64/make_root.py")
+
+
+def test_a_folder_that_is_no_source_tree_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(CannotBundle, match="is no source tree of kvferry: name one with --source"):
+        make_bundle(tmp_path, tmp_path, "aarch64", "3.11")
+
+
+def test_a_model_that_was_not_fetched_is_refused(tmp_path):
+    command = [sys.executable, *KVFERRY, "fleet", "bundle", "--model", "nobody/nothing", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "nobody/nothing" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_bundle_holds_wheels_for_the_boards_and_verified_models(tmp_path):
+    ensure_model(DEFAULT_MODEL)
+    command = [sys.executable, *KVFERRY, "fleet", "bundle", "--arch", "aarch64", "--model", DEFAULT_MODEL]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path), "--json"], capture_output=True, text=True, timeout=600, check=True
+    )
+    told = json.loads(done.stdout)
+    names = subprocess.run(["tar", "-tf", told["tar"]], capture_output=True, text=True, check=True).stdout.split()
+    assert "SHA256SUMS" in names
+    assert any(name.startswith("pip-") for name in names)
+    assert not [name for name in names if "x86_64" in name]
+    assert [name for name in names if name.startswith("numba-") and name.endswith("aarch64.whl")]
+    (model,) = told["models"]
+    assert Path(model["path"]).read_bytes() == resolve_model(DEFAULT_MODEL).read_bytes()
+
+
+@contextmanager
+def node(
+    interpreter: Sequence[str], environment: dict[str, str], folder: Path, node_id: str
+) -> Iterator[worker_pb2_grpc.WorkerServiceStub]:
+    """A node of the real model, serving; its self-test on golden bits is behind it."""
+    ready = folder / f"{node_id}.json"
+    flags = ["--threads", "1", "--context", "256", "--kv-memory", "64MiB", "--listen", "127.0.0.1:0"]
+    model = ["--model", str(resolve_model(DEFAULT_MODEL)), "--node-id", node_id, "--ready-file", str(ready)]
+    process = subprocess.Popen([*interpreter, *KVFERRY, "node", "run", *model, *flags], env=environment)
+    try:
+        until = time.monotonic() + START_SECONDS
+        while not ready.exists():
+            assert process.poll() is None, "the node ended before it served"
+            assert time.monotonic() < until, "the node does not serve in time"
+            time.sleep(0.2)
+        with grpc.insecure_channel(json.loads(ready.read_text())["address"], options=channel_options()) as channel:
+            yield worker_pb2_grpc.WorkerServiceStub(channel)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def answer(stub: worker_pb2_grpc.WorkerServiceStub) -> list[tuple[int, float]]:
+    """Tokens drawn with a seed, with the bits of their log-probabilities."""
+    request = worker_pb2.RunTurnRequest(
+        session_id="s", turn_id="t", epoch=1, token_ids=range(100, 140), n_prompt_tokens=40, max_tokens=12,
+        sampling=common_pb2.SamplingSettings(temperature=0.8, seed=7, logprobs=True),
+    )  # fmt: skip
+    return [
+        (token.token_id, token.logprob)
+        for response in stub.RunTurn(request, timeout=600)
+        for token in response.tokens.tokens
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_node_from_the_bundle_passes_the_self_test_on_aarch64_and_answers_with_the_bits_of_x86(tmp_path):
+    """What arm64/make_root.py installed is the bundle, by the emulated pip. The emulator is qemu's, not silicon."""
+    ensure_model(DEFAULT_MODEL)
+    root = arm64.default_root()
+    missing = arm64.why_not(root)
+    if missing:
+        pytest.skip(missing)
+    there = {
+        "PYTHONPATH": str(arm64.site_packages(root)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "KVFERRY_CACHE": str(root.with_name("arm64-cache")),
+        "KVFERRY_COMPILING_CHILD": "1",  # it compiles for itself: this machine's kernel starts no AArch64 child
+    }
+    with node([sys.executable], dict(os.environ), tmp_path, "here") as stub:
+        expected = answer(stub)
+    with node(arm64.interpreter(root), os.environ | there, tmp_path, "there") as stub:
+        assert stub.GetNodeStatus(worker_pb2.GetNodeStatusRequest()).kernel_path == "neon-dotprod"
+        assert answer(stub) == expected
+    assert len(expected) == 12
