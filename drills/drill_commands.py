@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -102,8 +103,8 @@ def run(
     """
     chosen = list(SCENARIOS.values()) if name == "all" else [SCENARIOS[name]]
     folder = report_folder or platformdirs.user_data_path("kvferry") / "drills"
-    make = _maker(where, model, n_nodes, threads_per_node or default_threads_per_node())
     failures = clean_up_after_others(say)
+    make = _maker(where, model, n_nodes, threads_per_node or default_threads_per_node())
     worst = 0
     for scenario in chosen:
         worst = max(worst, _run_one(scenario, make, folder, is_json))
@@ -119,13 +120,20 @@ Maker = Callable[[Journal], Target]
 
 def _maker(where: str, model: str, n_nodes: int, n_threads: int) -> Maker:
     """How the target is made, once there is a journal. Raises DrillImpossible, UsageError."""
-    if where == "local":
+    if where in {"local", "netns"}:
+        from kvferry.drills.targets import boards
         from kvferry.drills.targets.local import LocalTarget
+        from kvferry.drills.targets.netns import NetnsTarget
         from kvferry.drills.targets.processes import OwnClusterOptions
 
-        ensure_model(model)
         options = OwnClusterOptions(model=model, n_nodes=n_nodes, threads_per_node=n_threads)
-        return lambda journal: LocalTarget(journal, options)
+        if where == "local":
+            ensure_model(model)
+            return lambda journal: LocalTarget(journal, options)
+        if boards.why_not() is None and boards.INSIDE not in os.environ:
+            ensure_model(model)  # there is no network where we go
+            boards.enter()
+        return lambda journal: NetnsTarget(journal, options)
     raise click.UsageError(f"There is no target {where!r}: local, netns or inventory=FILE.")
 
 

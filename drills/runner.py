@@ -10,9 +10,9 @@ from typing import Final
 from kvferry.client.errors import ClientError
 from kvferry.client.sdk import Client
 from kvferry.drills.errors import DrillImpossible
-from kvferry.drills.scenarios import Injection, Scenario, Where
+from kvferry.drills.scenarios import COORDINATOR, STORE, Injection, Scenario, Where
 from kvferry.drills.stage import Conversation, Stage, hold_undisturbed, requests_of
-from kvferry.drills.targets.base import COORDINATOR, STORE, Target
+from kvferry.drills.targets.base import Target
 from kvferry.drills.verdict import (
     Figures,
     LimitResult,

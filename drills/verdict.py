@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from kvferry.client.sdk import ConnectionLost, NodeLost
 from kvferry.drills.judge import Fault, Verdict, judge
-from kvferry.drills.scenarios import Disturbance, Limits, Where
+from kvferry.drills.scenarios import COORDINATOR, STORE, Disturbance, Limits, Where
 from kvferry.drills.stage import Conversation
 from kvferry.drills.watch import Sight
 
@@ -110,21 +110,25 @@ def figures_of(seen: Seen) -> tuple[Figures, list[str]]:
 
 
 def detection_s(seen: Seen) -> float | None:
-    """From the first strike until it showed, to a client or in the coordinator's list of nodes."""
+    """From the first strike until a client was told that a struck part was left; where none had to be told, until
+    the coordinator's list of nodes showed it."""
     if not seen.strikes:
         return None
     first = seen.strikes[0]
     parts = set(first.parts)
-    times = [sight.at for sight in seen.sights if not sight.is_well and (sight.node_id in parts or "store" in parts)]
-    for conversation in seen.conversations:
-        times += [
-            at
-            for at, event in conversation.events(NodeLost)
-            if isinstance(event, NodeLost) and (event.node_id in parts)
-        ]
-        if "coordinator" in parts:
-            times += [at for at, _ in conversation.events(ConnectionLost)]
-    return min((at - first.at for at in times if at >= first.at), default=None)
+    told = [
+        at
+        for conversation in seen.conversations
+        for at, event in [*conversation.events(NodeLost), *conversation.events(ConnectionLost)]
+        if (event.node_id if isinstance(event, NodeLost) else COORDINATOR) in parts
+    ]
+    shown = [
+        sight.at
+        for sight in seen.sights
+        if (sight.node_id in parts and not sight.is_well) or (STORE in parts and not sight.store_ok)
+    ]
+    after = [[at - first.at for at in times if at >= first.at] for times in (told, shown)]
+    return min(after[0] or after[1], default=None)
 
 
 def hold_to(limits: Limits, figures: Figures) -> list[LimitResult]:

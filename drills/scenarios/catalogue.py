@@ -13,6 +13,9 @@ LEASE_DETECTION_S: Final = 3.5
 CLOSED_DETECTION_S: Final = 0.5
 """A node whose connections are closed under it."""
 
+STALL_DETECTION_S: Final = 8.0
+"""Of a store that hangs: its first call that does not return for 4 s, which may come as late as the answer's end."""
+
 RESUME_S: Final = 6.0
 """To restore or compute a conversation of the drill elsewhere."""
 
@@ -71,9 +74,9 @@ _ALL: Final = (
         proves="No engine waits for the store: first nothing pauses, then a failover does without restoring.",
         injections=(
             _in_second_answer(Disturbance.STORE_HUNG, Where.STORE, 12.0),
-            Injection(what=Disturbance.KILL, where=Where.SERVING, turn=3, after_tokens=12, hold_s=2.0),
+            Injection(what=Disturbance.KILL, where=Where.SERVING, turn=3, after_tokens=12, hold_s=14.0),
         ),
-        limits=Limits(longest_pause_s=12.0, failovers_at_least=1),
+        limits=Limits(detection_s=STALL_DETECTION_S, longest_pause_s=14.0, failovers_at_least=1),
     ),
     Scenario(
         name="store-full",

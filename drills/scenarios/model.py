@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+COORDINATOR: Final = "coordinator"
+STORE: Final = "store"
+"""Parts of a cluster beside its nodes, which have their ids."""
 
 
 class Disturbance(StrEnum):

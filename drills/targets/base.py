@@ -5,13 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 from kvferry.drills.journal import Entry, Journal
 from kvferry.drills.scenarios import Disturbance, Scenario
-
-COORDINATOR: Final = "coordinator"
-STORE: Final = "store"
 
 
 class Target(ABC):
@@ -63,8 +59,8 @@ class Target(ABC):
         """Ends what it started."""
 
     def left_behind(self) -> list[str]:
-        """After `stop`: what is still there and should not be."""
-        return []
+        """After the journal's end: what is still there and should not be."""
+        return [f"folder {self.journal.folder}"] if self.journal.folder.exists() else []
 
     @abstractmethod
     def keep_logs(self, folder: Path) -> None:

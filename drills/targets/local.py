@@ -7,9 +7,8 @@ from typing import Final
 
 from kvferry.drills.cluster import Place
 from kvferry.drills.process import ManagedProcess
-from kvferry.drills.scenarios import Disturbance, Scenario
+from kvferry.drills.scenarios import COORDINATOR, Disturbance, Scenario
 from kvferry.drills.targets import clock, fuse
-from kvferry.drills.targets.base import COORDINATOR
 from kvferry.drills.targets.processes import ProcessTarget
 from kvferry.drills.targets.proxy import Relay, Upstream
 

@@ -7,17 +7,20 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kvferry.drills.cluster import ClusterOptions, LocalCluster, Place
 from kvferry.drills.errors import DrillImpossible
 from kvferry.drills.journal import Entry, Journal
-from kvferry.drills.process import ManagedProcess
+from kvferry.drills.process import KILL_S, ManagedProcess
 from kvferry.drills.rot import rot_all
-from kvferry.drills.scenarios import Disturbance, Scenario
-from kvferry.drills.targets.base import COORDINATOR, Target
+from kvferry.drills.scenarios import COORDINATOR, Disturbance, Scenario
+from kvferry.drills.targets.base import Target
 from kvferry.drills.targets.clock import HOUR_S, ShiftedClock
 from kvferry.drills.targets.fuse import FuseFolder
 from kvferry.drills.undo import SignalProcess
+
+DIES_S: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,8 @@ class ProcessTarget(Target):
         """Not in order: whoever ends a drill does not wait for a conversation to be saved."""
         if self._cluster is None:
             return
+        if self._store is not None:
+            self._store.answer()  # or nobody who waits for it could end
         self._cluster.kill_all()
         self._cluster.stop()
         for entry in self._processes.values():
@@ -135,10 +140,15 @@ class ProcessTarget(Target):
         return self.cluster.coordinator if part == COORDINATOR else self.cluster.nodes[part]
 
     def _kill(self, part: str) -> None:
-        self._process(part).kill()
-        self.journal.strike_out(self._processes.pop(part))
+        """One that waits for a store which hangs dies when that answers: it stays in the journal until it is begun."""
+        process = self._process(part)
+        process.signal(signal.SIGKILL)
+        process.wait_gone(DIES_S)
 
     def _begin(self, part: str) -> None:
+        if not self._process(part).wait_gone(KILL_S):
+            raise DrillImpossible(f"{part} was killed and has not ended after {KILL_S:.0f} s.")
+        self.journal.strike_out(self._processes.pop(part))
         self.cluster.begin(part)
         self._note(self._process(part))
 
