@@ -26,7 +26,7 @@ SHORT_HELP: Final = {
     "config": "Show, check or begin the settings of a node, a coordinator or a gateway.",
     "kv": "List, inspect, verify, convert, repair and remove KV snapshots.",
     "score": "Compute logits and KV rows of given tokens, to compare with another implementation.",
-    "doctor": "Say which kernels run on this machine, and check their bits.",
+    "doctor": "Examine this machine: what is odd, what it means, what to do.",
     "simulate": "Predict what a fleet would do, with the coordinator's own routing.",
     "storm": "Break simulated clusters in every way, thousands of times.",
     "drill": "Break a real cluster and judge what happened.",

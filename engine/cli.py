@@ -1,4 +1,4 @@
-"""The commands the engine brings to the command line: `doctor`, `models` and `score`.
+"""The commands the engine brings to the command line: `models` and `score`.
 
 Each is imported when it is asked for: `kvferry models` must not pay for the kernels.
 """
@@ -9,7 +9,6 @@ import importlib
 from typing import Any, Final
 
 _MODULE_OF: Final = {
-    "doctor": "kvferry.engine.commands.doctor",
     "models": "kvferry.engine.commands.models",
     "score": "kvferry.engine.commands.score",
 }

@@ -134,6 +134,11 @@ def verify_packs(file: ModelFile, source_sha256: str, progress: Progress = no_pr
     return found
 
 
+def memory_needed(file: ModelFile, quant: Quant, kv_bytes: int) -> int:
+    """Bytes that weights, KV memory and process take together. Raises UnsupportedArchitecture."""
+    return plan_weights(file, quant).n_bytes + kv_bytes + _PROCESS_BYTES
+
+
 def choose(want: WeightsMode, n_needed: int, n_available: int) -> tuple[Chosen, str]:
     """The mode, and why. ``n_needed``: bytes that weights, KV memory and process take together."""
     if want != "auto":

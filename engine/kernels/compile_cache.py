@@ -64,7 +64,7 @@ class CompileCache:
         self._part = part
         self._key = key if part == ALWAYS else f"{key}-{part}"
         self._manifest = root / f"{self._key}.json"
-        published = self._verified()
+        published = _verified(self._root, self._manifest)
         if published is None and not _is_compiling_child():
             published = self._compile_in_child()
         self.is_warm: Final = published is not None
@@ -85,30 +85,16 @@ class CompileCache:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with (self._root / f"{self._key}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel if this process dies
-                published = self._verified()
+                published = _verified(self._root, self._manifest)
                 if published is None:
                     environment = os.environ | {_COMPILING_CHILD: "1"}
                     command = [sys.executable, "-m", "kvferry.engine.kernels.warm_up", self._part]
                     subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL, timeout=600)
-                    published = self._verified()
+                    published = _verified(self._root, self._manifest)
                 return published
         except (OSError, subprocess.SubprocessError) as error:
             _log.warning("kernels could not be compiled ahead of time (%s); this process compiles for itself", error)
             return None
-
-    def _verified(self) -> Path | None:
-        """The published folder, if every one of its files is what it was when it was published."""
-        try:
-            manifest = self._read_manifest()
-            folder = self._root / Path(manifest["folder"]).name
-            whole = all(file_sha256(folder / name) == digest for name, digest in manifest["files"].items())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-        return folder if whole and manifest["files"] else None
-
-    def _read_manifest(self) -> _Manifest:
-        manifest: _Manifest = json.loads(self._manifest.read_text())
-        return manifest
 
     def _new_folder(self) -> Path:
         try:
@@ -134,6 +120,24 @@ class CompileCache:
         for folder in self._root.iterdir():
             if folder.is_dir() and folder.name not in named and folder.stat().st_mtime < limit:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def cached_kernels(part: str = ALWAYS) -> Path | None:
+    """The folder of a part that is there and whole, without compiling anything."""
+    key = _key() if part == ALWAYS else f"{_key()}-{part}"
+    root = cache_root() / "kernels"
+    return _verified(root, root / f"{key}.json")
+
+
+def _verified(root: Path, manifest_path: Path) -> Path | None:
+    """The published folder, if every one of its files is what it was when it was published."""
+    try:
+        manifest: _Manifest = json.loads(manifest_path.read_text())
+        folder = root / Path(manifest["folder"]).name
+        whole = all(file_sha256(folder / name) == digest for name, digest in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return folder if whole and manifest["files"] else None
 
 
 def _is_compiling_child() -> bool:
