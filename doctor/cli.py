@@ -23,7 +23,7 @@ _ORDER: Final = ("machine", "store", "certificates", "engine")
 """The quick ones first; rooms that are not in it come last."""
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
     """512MiB."""
 
     name = "size"
@@ -111,7 +111,7 @@ def _node_settings(file: Path) -> dict[str, Any]:
         with file.open("rb") as opened:
             found = tomllib.load(opened)
         listens = [found[name] for name in ("listen", "metrics") if name in found]
-        told = {name: str(found[name]) for name in ("model", "store", "tls_dir") if name in found}
+        told: dict[str, Any] = {name: str(found[name]) for name in ("model", "store", "tls_dir") if name in found}
         if "kv_memory" in found:
             told["kv_memory"] = TypeAdapter(ByteSize).validate_python(found["kv_memory"])
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
