@@ -18,6 +18,7 @@ SHORT_HELP: Final = {
     "sessions": "List, show, fork and delete conversations.",
     "nodes": "Show the fleet.",
     "status": "Show the coordinator and its fleet at a glance.",
+    "top": "Watch nodes and streams as they work.",
     "route": "Explain where each turn went and why, and how right the router was.",
     "models": "Fetch, list, inspect and verify models.",
     "node": "Run a node.",

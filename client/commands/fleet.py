@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from kvferry.client.commands.options import UNARY_PATIENCE_S, bytes_text, coordinator_option, duration_text
+from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option
 from kvferry.client.sdk import Client, NodeInfo, StoreFigures
 from kvferry.terminal.output import json_option, print_json, print_table
+from kvferry.terminal.units import bytes_text, duration_text
 
 
 @click.command()

@@ -238,4 +238,7 @@ class ScriptedCoordinator(chat_pb2_grpc.ChatServiceServicer):
     async def GetStatus(self, request, context):
         await self._short_call(request, context)
         nodes = (await self.ListNodes(request, context)).nodes
-        return chat_pb2.GetStatusResponse(version="0", model="m", coordinator_id="c", nodes=nodes, n_failovers=2)
+        n_open = sum(bool(session.open_turn_id) for session in self.sessions.values())
+        return chat_pb2.GetStatusResponse(
+            version="0", model="m", coordinator_id="c", nodes=nodes, n_failovers=2, n_open_turns=n_open
+        )

@@ -39,7 +39,7 @@ def by_check(findings: object) -> dict[str, Finding]:
 
 def test_all_rooms_are_asked_and_the_machine_of_the_tests_is_well(tmp_path: Path) -> None:
     said = run("--quick", "--json", "--store", str(tmp_path))
-    told = json.loads(said.output)
+    told = json.loads(said.stdout)
     assert (said.exit_code, told["ok"]) == (0, True), told
     checks = {finding["check"] for finding in told["findings"]}
     assert {"python", "clock", "open files", "store", "store mount", "store writes", "kernel path", "memory"} <= checks

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from kvferry.client.sdk import Client, Token
+
 KVFERRY = [sys.executable, "-m", "kvferry.client.cli"]
 
 
@@ -231,3 +233,27 @@ def test_the_demo_keeps_its_promise_and_says_so(model, tmp_path):
 def test_the_drills_are_listed():
     listed = subprocess.run([*KVFERRY, "drill", "list"], capture_output=True, text=True, check=True)
     assert listed.stdout.startswith("demo  ")
+
+
+def test_top_shows_the_streams_of_a_real_cluster(cluster):
+    ours, its = pty.openpty()
+    process = subprocess.Popen(
+        [*KVFERRY, "top", "--coordinator", cluster.address, "--interval", "0.2"],
+        stdin=its, stdout=its, stderr=its, start_new_session=True, env=os.environ | {"COLUMNS": "100", "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(its)
+    terminal = Terminal(process, ours)
+    try:
+        terminal.read_until("node-1")
+        with Client(cluster.address) as client, client.create_session().generate("Tell a long story.") as turn:
+            next(event for event in turn if isinstance(event, Token))
+            terminal.read_until("decode")
+            turn.cancel()
+        terminal.read_until("no turn runs")
+        os.write(ours, b"q")
+        assert process.wait(30) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+        os.close(ours)

@@ -1,0 +1,1 @@
+"""`kvferry top`: what the nodes and the turns of a cluster do, as it happens."""
