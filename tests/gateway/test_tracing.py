@@ -85,7 +85,7 @@ def test_one_request_is_one_trace_from_the_gateway_to_the_store(traced) -> None:
     assert [name for name, _ in turn.events] == ["failover"]
     assert turn.attributes["gen_ai.operation.name"] == "chat"
     assert 8 < turn.attributes["gen_ai.usage.output_tokens"] <= 48
-    assert turn.attributes["gen_ai.usage.input_tokens"] > turn.attributes["gen_ai.usage.cache_read.input_tokens"] > 100
+    assert turn.attributes["gen_ai.usage.input_tokens"] >= turn.attributes["gen_ai.usage.cache_read.input_tokens"] > 100
     assert turn.attributes["gen_ai.response.finish_reasons"] in (["length"], ["end"])
     assert sorted(s.failed for s in spans if s.name == "place") == [False, True]
     assert b"walrus" not in collector.raw
