@@ -9,14 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jinja2
 import pytest
 import yaml
@@ -137,9 +135,7 @@ class Asked:
         self._address = address
 
     def get(self, path: str, **parameters: str) -> Any:
-        url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=10) as response:
-            return json.load(response)["data"]
+        return httpx.get(f"http://{self._address}/api/v1/{path}", params=parameters).json()["data"]
 
     def until(self, query: str, value: float, seconds: float = 60) -> None:
         """Until it gives this number."""
@@ -147,7 +143,7 @@ class Asked:
         while time.monotonic() < ends:
             try:
                 found = self.get("query", query=query)["result"]
-            except (urllib.error.URLError, ConnectionError):
+            except httpx.TransportError:
                 found = []
             if found and float(found[0]["value"][1]) == value:
                 return
@@ -183,16 +179,12 @@ def prometheus(folder: Path, text: str) -> Iterator[Asked]:
 def ask(cluster: LocalCluster, *, kill: bool = False) -> None:
     """A turn through the gateway; its node may die meanwhile."""
     body = {"messages": [{"role": "user", "content": "Tell of a ferry. " * 20}], "max_tokens": 32, "stream": True}
-    request = urllib.request.Request(
-        f"http://{cluster.http_address}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        for number, line in enumerate(response):
-            if kill and number >= 8 and line.startswith(b"data: {"):
+    url = f"http://{cluster.http_address}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        for number, line in enumerate(response.iter_lines()):
+            if kill and number >= 8 and line.startswith("data: {"):
                 kill = False
-                session_id = json.loads(line.removeprefix(b"data: "))["id"] + ".0"
+                session_id = json.loads(line.removeprefix("data: "))["id"] + ".0"
                 with Client(cluster.address) as client:
                     cluster.kill_node(client.session(session_id).details().turns[-1].placements[-1].node_id)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROLES = ["kvferry", "base", "store", "program", "etcd", "coordinator", "node", "gateway"]
+ROLES = ["kvferry", "base", "store", "program", "etcd", "coordinator", "node", "gateway", "monitoring"]
 
 
 def read(path: Path) -> Any:

@@ -27,6 +27,7 @@ UNITS = {
     "kvferry-etcd.service": "etcd",
     "kvferry-gateway.service": "gateway",
     "kvferry-node.service": "node",
+    "kvferry-prometheus.service": "monitoring",
     "kvferry-warm-up@.service": "node",
 }
 PROGRAMS = ["board_settings.py", "warm_up.py"]
@@ -44,6 +45,9 @@ BOARD = {
     "gateway_deployed": "0.1.0-3fa9c1d2:0123456789ab",
     "kvferry_model": "/home/admin/model.gguf",
     "program_wanted": "0.1.0-3fa9c1d2",
+    "monitoring_binary": "/bin/true",
+    "monitoring_deployed": "0123456789ab",
+    "monitoring_folder": "/etc/kvferry/prometheus",
     "node_id": "board1",
     "node_deployed": "0.1.0-3fa9c1d2:0123456789ab",
     "coordinator_deployed": "0.1.0-3fa9c1d2:0123456789ab",
