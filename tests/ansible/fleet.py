@@ -58,19 +58,24 @@ class Fleet:
             "node_drain_seconds": 30,
         }
         hosts = {"c1": {"ansible_host": rig.address(COORDINATOR)}}
-        nodes = {f"n{board}": {"ansible_host": rig.address(board)} for board in NODES}
+        nodes = {f"n{board}": {"ansible_host": rig.address(board)} for board in NODES if board in rig.boards}
         inventory = {"coordinators": {"hosts": hosts}, "nodes": {"hosts": nodes}, "all": {"vars": variables}}
         self._inventory.write_text(json.dumps(inventory))  # JSON is YAML
 
-    def play(self, playbook: str, **variables: Any) -> Run:
+    def play(self, playbook: str | Path, **variables: Any) -> Run:
         """Run it to its end, over ssh."""
         started = time.monotonic()
         program = ansible_playbook()
         assert program is not None
+        settings = {
+            "ANSIBLE_ROLES_PATH": str(ANSIBLE / "roles"),
+            "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self.rig.folder / "cp"),
+            "ANSIBLE_NOCOLOR": "1",
+        }
         done = subprocess.run(
             self.rig.beside([program, "-i", self._inventory, playbook, "-e", json.dumps(variables)]),
             cwd=ANSIBLE,
-            env={**os.environ, "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self.rig.folder / "cp"), "ANSIBLE_NOCOLOR": "1"},
+            env={**os.environ, **settings},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         return Run(done.returncode, done.stdout, time.monotonic() - started)
