@@ -25,6 +25,8 @@ SHORT_HELP: Final = {
     "coordinator": "Run a coordinator.",
     "gateway": "Serve the OpenAI HTTP API.",
     "config": "Show, check or begin the settings of a node, a coordinator or a gateway.",
+    "certs": "Be a private certificate authority: who is who in the fleet.",
+    "tokens": "Make, list and revoke API tokens of clients.",
     "kv": "List, inspect, verify, convert, repair and remove KV snapshots.",
     "score": "Compute logits and KV rows of given tokens, to compare with another implementation.",
     "doctor": "Examine this machine: what is odd, what it means, what to do.",

@@ -92,6 +92,12 @@ class InvalidAddress(BadRequest):
     code = "invalid_address"
 
 
+class InvalidCredentials(BadRequest):
+    """A certificate or an API token that cannot be used, or that would go where it must not."""
+
+    code = "invalid_credentials"
+
+
 class RequestTooLarge(BadRequest):
     """More bytes than one message may have; longer conversations are made of several turns."""
 
@@ -152,6 +158,24 @@ class ModelMismatch(Conflict):
     code = "model_mismatch"
 
 
+class Refused(ClientError):
+    """Not for this caller; asking again will not help."""
+
+    code = "refused"
+
+
+class Unauthenticated(Refused):
+    """No certificate or API token, or one that is not valid (any more)."""
+
+    code = "unauthenticated"
+
+
+class PermissionDenied(Refused):
+    """It is known who asks, and he may not."""
+
+    code = "permission_denied"
+
+
 class NotNow(ClientError):
     """It may work later: `retry_after_s` says when, if the other side knows. The SDK has already tried for long."""
 
@@ -196,6 +220,24 @@ class Overloaded(NotNow):
 
 class QueueFull(Overloaded):
     code = "queue_full"
+
+
+class LimitReached(Overloaded):
+    """A limit of the caller's own: he is told at once, since only he can ask for less."""
+
+    code = "limit_reached"
+
+
+class RateLimited(LimitReached):
+    """So many requests a minute."""
+
+    code = "rate_limited"
+
+
+class TooManyTurns(LimitReached):
+    """So many turns at once."""
+
+    code = "too_many_turns"
 
 
 class OutOfKvMemory(Overloaded):
@@ -254,6 +296,8 @@ _CLASS_OF_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.ALREADY_EXISTS: Conflict,
     grpc.StatusCode.FAILED_PRECONDITION: Conflict,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: Unavailable,
     grpc.StatusCode.CANCELLED: Unavailable,  # we did not cancel: the other side is shutting down
@@ -301,6 +345,8 @@ def _seconds(milliseconds: str | None) -> float | None:
 
 def is_worth_retrying(error: Exception) -> bool:
     """Whether the same call may succeed later without anybody changing it."""
-    return isinstance(error, NotNow) and (
-        isinstance(error, Unavailable | SlowClient) or error.retry_after_s is not None
+    return (
+        isinstance(error, NotNow)
+        and not isinstance(error, LimitReached)
+        and (isinstance(error, Unavailable | SlowClient) or error.retry_after_s is not None)
     )

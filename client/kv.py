@@ -9,6 +9,7 @@ import click
 
 from kvferry.store import cli
 from kvferry.store.commands import removal
+from kvferry.trust.options import credential_parameters
 
 _HELP: Final = (
     "A session of the coordinator: what no other session uses goes. If it goes on, its next turn is computed from the"
@@ -43,6 +44,7 @@ _RM: Final = click.Command(
             metavar="HOST:PORT",
             help="Where it listens, with --session; the local one if not given.",
         ),
+        *credential_parameters(),
     ],
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from kvferry.telemetry.options import Format, telemetry_options
+from kvferry.trust.options import server_options
 
 
 @click.group()
@@ -43,6 +44,8 @@ def coordinator() -> None:
     help="Tenants that reuse each other's prefixes, or '*': all do. They can tell what the others sent before.",
 )
 @click.option("--expire-days", type=float, help="Delete sessions unused for so long. [default: never]")
+@server_options
+@click.option("--tokens", type=click.Path(path_type=Path), help="File of hashed API tokens: clients need one then.")
 @click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus may ask. [default: nowhere]")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written with address and pid when it serves.")
 @click.option("--config", "config", type=click.Path(path_type=Path), help="Settings in TOML.")

@@ -174,6 +174,29 @@ class CoordinatorSettings(Settings):
         what="be at least this generation",
         why="the operator's word against nodes that remember a newer coordinator, which is gone for good",
     )
+    tls_dir: Path | None = setting(
+        None,
+        what="folder with ca.pem, cert.pem, key.pem and, where one is, revoked.pem; not set: plaintext",
+        why="a fleet needs one (kvferry certs); on one machine's loopback there is nobody to keep out",
+        example="/etc/kvferry/tls",
+    )
+    insecure_plaintext: bool = setting(
+        default=False,
+        what="allow plaintext at addresses that others reach",
+        why="whoever is on the network could read and change everything, and is let in",
+    )
+    reflection: bool | None = setting(
+        None,
+        what="tell anybody what can be called; not set: in plaintext on the loopback only",
+        why="of use to developers, and to those who look for a way in",
+        example=False,
+    )
+    tokens: Path | None = setting(
+        None,
+        what="file of hashed API tokens: clients and gateways need one then, and see that tenant's sessions",
+        why="who may ask, for whom and how much (kvferry tokens); not needed where everybody may",
+        example="/etc/kvferry/tokens.json",
+    )
     metrics: str | None = setting(
         None,
         what="HOST:PORT at which Prometheus may ask; not set: nowhere",

@@ -6,7 +6,6 @@ the one that has it never asks another: there are no circles.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator
 from typing import Final
 
@@ -14,9 +13,10 @@ import grpc
 import grpc.aio
 
 from kvferry.coordinator.errors import TurnElsewhere
-from kvferry.proto.channel import channel_options
 from kvferry.proto.status import CODE_KEY
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc
+from kvferry.trust.doors import Channels
+from kvferry.trust.tls_folder import TlsFolder
 
 CANCEL_SECONDS: Final = 5.0
 """The turn ends between two tokens, and its end has to become durable."""
@@ -25,8 +25,9 @@ CANCEL_SECONDS: Final = 5.0
 class Peers:
     """One channel per address, kept open. All calls from the event loop."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, tls: TlsFolder | None = None) -> None:
+        """``tls``: this coordinator's certificate; None: plaintext."""
+        self._channels = Channels(tls)
 
     async def resume(
         self, elsewhere: TurnElsewhere, session_id: str, turn_id: str, from_index: int
@@ -54,19 +55,13 @@ class Peers:
             raise self._meaning(e, elsewhere) from e
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await channel.close()
-        self._channels.clear()
+        await self._channels.aclose()
 
     def _stub(self, elsewhere: TurnElsewhere) -> chat_pb2_grpc.ChatServiceAsyncStub:
         """Raises ``elsewhere`` itself when it does not say where."""
         if not elsewhere.address:
             raise elsewhere
-        if elsewhere.address not in self._channels:
-            channel = grpc.aio.insecure_channel(elsewhere.address, options=channel_options())
-            self._channels[elsewhere.address] = channel
-        return chat_pb2_grpc.ChatServiceStub(self._channels[elsewhere.address])
+        return chat_pb2_grpc.ChatServiceStub(self._channels.to(elsewhere.address))
 
     def _meaning(self, error: grpc.aio.AioRpcError, elsewhere: TurnElsewhere) -> Exception:
         return error if CODE_KEY in dict(error.trailing_metadata() or ()) else elsewhere

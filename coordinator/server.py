@@ -25,6 +25,7 @@ from kvferry.coordinator.forgetting import Forgetting, expire
 from kvferry.coordinator.loaded_model import LoadedModel, load_all, served
 from kvferry.coordinator.metrics import CoordinatorMetrics
 from kvferry.coordinator.opening import open_registry
+from kvferry.coordinator.ownership import Ownership
 from kvferry.coordinator.peers import Peers
 from kvferry.coordinator.registry import Registry
 from kvferry.coordinator.routing import Rule, route
@@ -45,6 +46,12 @@ from kvferry.telemetry.host import HostMetrics
 from kvferry.telemetry.loop_lag import LoopLag
 from kvferry.telemetry.service_manager import ServiceManager
 from kvferry.telemetry.watchdog import Watchdog, loop_check
+from kvferry.trust.certificates import Role
+from kvferry.trust.doors import bind, check_plaintext, has_reflection, open_folder
+from kvferry.trust.guard import Guard
+from kvferry.trust.interceptor import Guarded
+from kvferry.trust.tls_folder import TlsFolder
+from kvferry.trust.tokens import open_book
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +81,7 @@ async def run(settings: CoordinatorSettings) -> None:
     """The whole life of a coordinator. Raises CannotStart, and what loading the model raises."""
     manager = ServiceManager()
     stop = stop_on_signals()
+    check_plaintext(settings.listen, has_tls=settings.tls_dir is not None, is_allowed=settings.insecure_plaintext)
     check_store(settings.store_place)
     manager.starting("loads its tokenizers, and opens its registry", START_SECONDS)
     models = await asyncio.to_thread(load_all, settings.model, settings.image_tokens)
@@ -110,12 +118,16 @@ async def serve(
     rule: Rule = route,
     loop_lag: LoopLag | None = None,
 ) -> AsyncIterator[str]:
-    """Serve on ``settings.listen``; yields the address with the real port. Raises CannotListen, InvalidSettings."""
+    """Serve on ``settings.listen``; yields the address with the real port.
+
+    Raises CannotListen, InvalidSettings, TlsFolderInvalid, TokensInvalid.
+    """
     models = served(loaded)
+    tls = open_folder(settings.tls_dir, Role.COORDINATOR)
     clock = time.monotonic
     fleet = Fleet(settings.lease, settings.stall, clock)
     snapshots = SnapshotView(settings.store_place)
-    transport, peers, background = GrpcTransport(), Peers(), Background()
+    transport, peers, background = GrpcTransport(tls), Peers(tls), Background()
     around = Surroundings(
         registry=registry, fleet=fleet, transport=transport, snapshots=snapshots, background=background,
         clock=clock, wall_ms=wall_ms, settled=asyncio.Event(), in_thread=asyncio.to_thread, rule=rule,
@@ -125,11 +137,13 @@ async def serve(
         no_node_wait_seconds=settings.no_node_wait, max_open_turns=settings.max_open_turns, sharing=settings.sharing,
     )  # fmt: skip
     server = grpc.aio.server(
-        interceptors=[MalformedRefused()], options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
-    )
+        interceptors=[Guarded(Guard(tls, open_book(settings.tokens))), MalformedRefused()],
+        options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
+    )  # fmt: skip
     chat = ChatService(
         turns=turns, peers=peers, registry=registry, fleet=fleet, snapshots=snapshots, models=models,
         sharing=settings.sharing, started_s=clock(), clock=clock, wall_ms=wall_ms,
+        ownership=Ownership(registry, lambda key: turns.live_turn(*key) is not None),
     )  # fmt: skip
     chat_pb2_grpc.add_ChatServiceServicer_to_server(chat, server)
     loop_lag = loop_lag or LoopLag(clock)
@@ -144,8 +158,8 @@ async def serve(
             models=models,
         ), server,
     )  # fmt: skip
-    health_servicer = add_health_and_reflection(server)
-    address = listen(server, settings.listen)
+    health_servicer = add_health(server, has_reflection(settings.reflection, settings.listen, tls))
+    address = listen(server, settings.listen, tls)
     try:
         snapshots.start()
         background.start(fleet.run(), "fleet")
@@ -229,21 +243,23 @@ async def end_unread(turns: Turns, limit_s: float) -> None:
         turns.end_unread(limit_s)
 
 
-def add_health_and_reflection(server: grpc.aio.Server) -> health.aio.HealthServicer:
+def add_health(server: grpc.aio.Server, reflects: bool) -> health.aio.HealthServicer:
+    """``reflects``: anybody is told what can be called."""
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    names = (CHAT_SERVICE, FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    if reflects:
+        names = (CHAT_SERVICE, FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
     return servicer
 
 
-def listen(server: grpc.aio.Server, address: str) -> str:
+def listen(server: grpc.aio.Server, address: str, tls: TlsFolder | None = None) -> str:
     """Bind; returns host:port with the real port. Raises CannotListen."""
     if (reason := why_not_listen(address)) is not None:
         raise CannotListen(f"cannot listen on {address}: {reason}")
     host, _ = parse_address(address, to_listen=True)
     try:
-        bound = server.add_insecure_port(address)
+        bound = bind(server, address, tls)
     except RuntimeError as e:
         raise CannotListen(f"cannot listen on {address}: {e}; give another address with --listen") from e
     return f"{host}:{bound}"

@@ -14,6 +14,7 @@ from kvferry.coordinator.conversation import History
 from kvferry.coordinator.errors import BadRequest, TurnElsewhere, UnknownSession, UnknownTurn
 from kvferry.coordinator.fleet import Fleet
 from kvferry.coordinator.models import Models, ServedModel
+from kvferry.coordinator.ownership import Ownership
 from kvferry.coordinator.peers import Peers
 from kvferry.coordinator.pictures import spans_of
 from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord
@@ -35,6 +36,7 @@ from kvferry.coordinator.wire import (
     unary,
 )
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc
+from kvferry.trust.caller import calling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,19 +53,21 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     started_s: float
     clock: Callable[[], float]
     wall_ms: Callable[[], int]
+    ownership: Ownership
 
     @unary
     async def CreateSession(
         self, request: chat_pb2.CreateSessionRequest, context: Context
     ) -> chat_pb2.CreateSessionResponse:
-        record = self._new_session(request.session_id, self.models.named(request.model), request.tenant)
+        tenant = self.ownership.tenant(request.tenant)
+        record = self._new_session(request.session_id, self.models.named(request.model), tenant)
         record = dataclasses.replace(record, expires_after_s=request.expires_after_seconds)
         made = await self.registry.create_session(record)
         return chat_pb2.CreateSessionResponse(session=self._session(made))
 
     @unary
     async def GetSession(self, request: chat_pb2.GetSessionRequest, context: Context) -> chat_pb2.GetSessionResponse:
-        session_id = requests.name("session_id", request.session_id)
+        session_id = await self._owned(request.session_id)
         record = await self.registry.get_session(session_id)
         placements = await self.registry.list_placements(session_id)
         turns = await self.registry.list_turns(session_id)
@@ -79,13 +83,13 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         self, request: chat_pb2.ListSessionsRequest, context: Context
     ) -> chat_pb2.ListSessionsResponse:
         n = requests.page_size(request.page_size)
-        found = await self.registry.list_sessions(n + 1, requests.page_key(request.page_token))
+        found = await self.ownership.sessions(n + 1, requests.page_key(request.page_token))
         more = requests.page_token(requests.key_of(found[n - 1])) if len(found) > n else ""
         return chat_pb2.ListSessionsResponse(sessions=[self._session(r) for r in found[:n]], next_page_token=more)
 
     @unary
     async def ForkSession(self, request: chat_pb2.ForkSessionRequest, context: Context) -> chat_pb2.ForkSessionResponse:
-        session_id = requests.name("session_id", request.session_id)
+        session_id = await self._owned(request.session_id)
         n_turns = request.n_turns if request.HasField("n_turns") else None
         n_tokens = request.n_tokens if request.HasField("n_tokens") else None
         if n_turns is not None and n_tokens is not None:
@@ -98,7 +102,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     async def DeleteSession(
         self, request: chat_pb2.DeleteSessionRequest, context: Context
     ) -> chat_pb2.DeleteSessionResponse:
-        session_id = requests.name("session_id", request.session_id)
+        session_id = await self._owned(request.session_id)
         try:
             await self.turns.delete_session(session_id)
         except TurnElsewhere as e:
@@ -110,7 +114,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     async def ExportSession(
         self, request: chat_pb2.ExportSessionRequest, context: Context
     ) -> chat_pb2.ExportSessionResponse:
-        session = await self.registry.get_session(requests.name("session_id", request.session_id))
+        session = await self.registry.get_session(await self._owned(request.session_id))
         turns = await self.registry.list_turns(session.session_id)
         pixels = await self.registry.pixels(p.content_hash for turn in turns for p in turn.pictures)
         return chat_pb2.ExportSessionResponse(session=exported(session, turns, pixels))
@@ -124,6 +128,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         record, turns, pixels = await asyncio.to_thread(
             imported, carried, model, request.session_id or carried.session_id, self.wall_ms()
         )
+        record = dataclasses.replace(record, tenant=calling().tenant or record.tenant)
         made = await self.registry.import_session(record, turns, pixels)
         return chat_pb2.ImportSessionResponse(session=self._session(made))
 
@@ -132,7 +137,10 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         self, request: chat_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[chat_pb2.GenerateResponse]:
         asked = before(await checked(request), context.time_remaining())
-        key = await self.turns.begin(asked)
+        await self.ownership.check(asked.session_id)
+        with self.ownership.beginning((asked.session_id, asked.turn_id), asked.n_samples):
+            key = await self.turns.begin(asked)
+            self.ownership.began(sample_keys(key, asked.n_samples))
         if asked.n_samples == 1:
             async with contextlib.aclosing(self._events(key, from_index=0)) as events:
                 async for event in events:
@@ -145,7 +153,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
 
     @streaming
     async def Resume(self, request: chat_pb2.ResumeRequest, context: Context) -> AsyncIterator[chat_pb2.ResumeResponse]:
-        session_id = requests.name("session_id", request.session_id)
+        session_id = await self._owned(request.session_id)
         turn_id = requests.name("turn_id", request.turn_id) if request.turn_id else ""
         indexes = requests.resumed_samples(request.from_indexes)
         if not indexes:
@@ -165,9 +173,14 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     @unary
     async def CancelTurn(self, request: chat_pb2.CancelTurnRequest, context: Context) -> chat_pb2.CancelTurnResponse:
         turn_id = requests.name("turn_id", request.turn_id) if request.turn_id else ""
-        key, *others = await self.turns.samples(requests.name("session_id", request.session_id), turn_id)
+        key, *others = await self.turns.samples(await self._owned(request.session_id), turn_id)
         await asyncio.gather(self._cancel(*key), *(self._cancel_if_there(*other) for other in others))
         return chat_pb2.CancelTurnResponse()
+
+    async def _owned(self, session_id: str) -> str:
+        """The name of a session that the caller may touch. Raises InvalidName, UnknownSession."""
+        await self.ownership.check(requests.name("session_id", session_id))
+        return session_id
 
     async def _cancel(self, session_id: str, turn_id: str) -> None:
         try:
@@ -203,7 +216,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     async def LocateSession(
         self, request: chat_pb2.LocateSessionRequest, context: Context
     ) -> chat_pb2.LocateSessionResponse:
-        session_id = requests.name("session_id", request.session_id)
+        session_id = await self._owned(request.session_id)
         record, turns = await self.registry.session_and_turns(session_id)
         history = History.of(turns)
         namespace = self.sharing.namespace(record.tenant)

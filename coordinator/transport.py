@@ -14,10 +14,11 @@ import grpc
 import grpc.aio
 
 from kvferry.coordinator.turn import Blame, Loss
-from kvferry.proto.channel import channel_options
 from kvferry.proto.status import CODE_KEY
 from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
 from kvferry.telemetry import tracing
+from kvferry.trust.doors import Channels
+from kvferry.trust.tls_folder import TlsFolder
 
 CONNECT_SECONDS: Final = 1.0
 """A node on the same LAN connects in milliseconds; channels to known nodes are open already."""
@@ -87,8 +88,10 @@ def loss_of(code: str, status: grpc.StatusCode, details: str) -> Loss:
 class GrpcTransport:
     """One channel per node address, kept open. All calls from the event loop."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, tls: TlsFolder | None = None) -> None:
+        """``tls``: this coordinator's certificate; None: plaintext."""
+        self._channels = Channels(tls)
+        self._look_at = ", or its certificate is not believed" if tls is not None else ""
 
     async def run_turn(
         self, address: str, request: worker_pb2.RunTurnRequest, timeout_seconds: float | None = None
@@ -119,19 +122,17 @@ class GrpcTransport:
             )
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self._channels.aclose()
 
     async def _connect(self, address: str) -> None:
         """Tell a node that cannot be reached from one that breaks down over the turn."""
-        channel = self._channel(address)
+        channel = self._channels.to(address)
         why = f"no connection to {address} within {CONNECT_SECONDS:g} s"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CONNECT_SECONDS):
                 while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
                     if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                        why = f"{address} refuses connections"
+                        why = f"{address} refuses connections{self._look_at}"
                         break
                     await channel.wait_for_state_change(state)
                 else:
@@ -139,12 +140,7 @@ class GrpcTransport:
         raise PlacementLost(Loss(cause="broken_stream", detail=why, blame=Blame.NODE), connection_broke=True)
 
     def _stub(self, address: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:
-        return worker_pb2_grpc.WorkerServiceStub(self._channel(address))
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=channel_options())
-        return self._channels[address]
+        return worker_pb2_grpc.WorkerServiceStub(self._channels.to(address))
 
 
 def lost(error: grpc.aio.AioRpcError) -> PlacementLost:

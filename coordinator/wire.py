@@ -19,6 +19,7 @@ from kvferry.coordinator.snapshots import WhichStore
 from kvferry.proto.status import status_of, trailing_metadata
 from kvferry.proto.v1 import chat_pb2, common_pb2, fleet_pb2, worker_pb2
 from kvferry.telemetry import tracing
+from kvferry.trust.errors import Refused
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,7 +39,7 @@ async def refuse(context: Context, error: Exception) -> NoReturn:
         await context.abort(
             grpc.StatusCode.INTERNAL, "the coordinator met a bug, its log says which", trailing_metadata("internal")
         )
-    retry_after_ms = error.retry_after_ms if isinstance(error, CoordinatorError) else None
+    retry_after_ms = error.retry_after_ms if isinstance(error, CoordinatorError | Refused) else None
     await context.abort(status_of(code), str(error), trailing_metadata(code, retry_after_ms))
 
 

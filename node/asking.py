@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final, cast
 
 import grpc
 from google.protobuf import json_format
 
 from kvferry.node.errors import NodeUnreachable
-from kvferry.proto.channel import channel_options
 from kvferry.proto.status import CODE_KEY
 from kvferry.proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from kvferry.trust.doors import open_folder, open_sync_channel
 
 TIMEOUT_SECONDS: Final = 5.0
 
 
-def ask_status(address: str) -> worker_pb2.GetNodeStatusResponse:
-    """Raises NodeUnreachable."""
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
+def ask_status(address: str, tls_dir: Path | None = None) -> worker_pb2.GetNodeStatusResponse:
+    """Raises NodeUnreachable, TlsFolderInvalid."""
+    with open_sync_channel(address, open_folder(tls_dir)) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             return stub.GetNodeStatus(worker_pb2.GetNodeStatusRequest(), timeout=TIMEOUT_SECONDS)
@@ -33,7 +34,7 @@ def _reason(call: grpc.Call) -> str:
     if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"nothing was heard for {TIMEOUT_SECONDS:g} s"
     if call.code() is grpc.StatusCode.UNAVAILABLE and not dict(call.trailing_metadata() or ()).get(CODE_KEY):
-        return "it cannot be reached; look at the address, and whether the node runs"
+        return "it cannot be reached; look at the address, whether the node runs, and at the certificates (--tls-dir)"
     return call.details() or "no details"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvferry.telemetry.options import Format, telemetry_options
+from kvferry.trust.options import server_options, tls_dir_option
 
 
 @click.group()
@@ -52,6 +53,7 @@ def node() -> None:
 @click.option("--restore-deadline-seconds", type=float, help="After which rows are recomputed.  [default: 30]")
 @click.option("--store-stall-seconds", type=float, help="Without progress: the store hangs.  [default: 4]")
 @click.option("--drain-timeout-seconds", type=float, help="For saving everything at the end.  [default: 30]")
+@server_options
 @click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus may ask.  [default: nowhere]")
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="File that says where the node serves, once it does."
@@ -90,8 +92,9 @@ def run(config_file: Path | None, log_format: Format | None, otlp: str | None, *
 
 @node.command()
 @click.argument("address")
+@tls_dir_option
 @click.option("--json", "is_json", is_flag=True, help="For programs.")
-def status(address: str, *, is_json: bool) -> None:
+def status(address: str, *, tls_dir: Path | None, is_json: bool) -> None:
     """Ask the node at ADDRESS (HOST:PORT) how it is."""
     _silence_grpc()
     from rich.console import Console
@@ -104,7 +107,7 @@ def status(address: str, *, is_json: bool) -> None:
         parse_address(address)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="ADDRESS") from error
-    told = ask_status(address)
+    told = ask_status(address, tls_dir)
     if is_json:
         click.echo(as_json(told))
         return

@@ -21,6 +21,8 @@ NODE_ID: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 """Goes into names of temporary files in the store: one path component, no case to lose."""
 
 
+EVERYWHERE: Final = frozenset({"0.0.0.0", "[::]"})  # noqa: S104 - looked at, not bound
+
 _WITH_PORT: Final = re.compile(r".*[^:\]]:\d+|\[.*\]:\d+")
 
 
@@ -255,6 +257,23 @@ class NodeConfig(Settings):
         what="for saving everything on SIGTERM",
         why="less than the 90 s after which systemd kills",
     )
+    tls_dir: Path | None = setting(
+        None,
+        what="folder with ca.pem, cert.pem, key.pem and, where one is, revoked.pem; not set: plaintext",
+        why="a fleet needs one (kvferry certs); on one machine's loopback there is nobody to keep out",
+        example="/etc/kvferry/tls",
+    )
+    insecure_plaintext: bool = setting(
+        default=False,
+        what="allow plaintext at addresses that others reach",
+        why="whoever is on the network could read and change everything, and is let in",
+    )
+    reflection: bool | None = setting(
+        None,
+        what="tell anybody what can be called; not set: in plaintext on the loopback only",
+        why="of use to developers, and to those who look for a way in",
+        example=False,
+    )
     metrics: str | None = setting(
         None,
         what="HOST:PORT at which Prometheus may ask; not set: nowhere",
@@ -295,10 +314,8 @@ class NodeConfig(Settings):
         listen = info.data.get("listen")  # missing when it is wrong itself
         if value:
             parse_address(value if _WITH_PORT.fullmatch(value) else f"{value}:1")
-        elif listen is not None and info.data.get("coordinator"):
-            everywhere = {"0.0.0.0", "[::]"}  # noqa: S104 - looked at, not bound
-            if parse_address(listen, to_listen=True)[0] in everywhere:
-                raise ValueError(f"listening at {listen}, the node cannot know its address in the fleet: set advertise")
+        elif info.data.get("coordinator") and listen and parse_address(listen, to_listen=True)[0] in EVERYWHERE:
+            raise ValueError(f"listening at {listen}, the node cannot know its address in the fleet: set advertise")
         return value
 
     @field_validator("store_version")
@@ -342,6 +359,12 @@ class NodeConfig(Settings):
     def n_threads(self) -> int:
         """Threads of the engine."""
         return self.threads or choose_cores().n_threads
+
+    @property
+    def reached_at(self) -> str | None:
+        """The address that its certificate has to name; None: nobody calls it, or nobody knows where."""
+        address = self.advertised(1)
+        return None if parse_address(address)[0] in EVERYWHERE else address
 
     def advertised(self, port: int) -> str:
         """The address at which the coordinator reaches us, given the port we got."""

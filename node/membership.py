@@ -8,6 +8,7 @@ their own, whatever the network does meanwhile; the coordinator has given them t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -20,9 +21,10 @@ from kvferry.node.errors import LeaseLost, StaleCoordinator
 from kvferry.node.messages import StopRun
 from kvferry.node.state import NodeState, Serving
 from kvferry.node.wire import resident_messages, snapshot_message
-from kvferry.proto.channel import channel_options
 from kvferry.proto.status import CODE_KEY
 from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
+from kvferry.trust.doors import Channels
+from kvferry.trust.tls_folder import TlsFolder
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +55,10 @@ class _Terms:
 class Memberships:
     """Keeps one node in the fleets of all its coordinators. `run` is its whole life; cancel it to stop."""
 
-    def __init__(self, state: NodeState, address: str) -> None:
+    def __init__(self, state: NodeState, address: str, tls: TlsFolder | None = None) -> None:
+        """``address``: of the node, as coordinators reach it; ``tls``: its certificate, None: plaintext."""
         self._state = state
-        self._memberships = [Membership(coordinator, state, address) for coordinator in state.config.coordinators]
+        self._memberships = [Membership(coordinator, state, address, tls) for coordinator in state.config.coordinators]
 
     async def run(self) -> None:
         """Be a member everywhere, and keep the leases."""
@@ -92,8 +95,9 @@ class Memberships:
 class Membership:
     """Keeps one node in one coordinator's fleet. `run` is its whole life; cancel it to stop."""
 
-    def __init__(self, coordinator: str, state: NodeState, address: str) -> None:
+    def __init__(self, coordinator: str, state: NodeState, address: str, tls: TlsFolder | None) -> None:
         self._coordinator = coordinator
+        self._tls = tls
         self._instance = ""  # of the coordinator that gave the lease
         self._n_told = 0  # of published snapshots
         self._state = state
@@ -106,8 +110,8 @@ class Membership:
     async def run(self) -> None:
         """Reach the coordinator, stay with it, and start over with a fresh connection when that ends."""
         while True:
-            async with grpc.aio.insecure_channel(self._coordinator, options=channel_options()) as channel:
-                await self._stay(fleet_pb2_grpc.FleetServiceStub(channel))
+            async with contextlib.aclosing(Channels(self._tls)) as channels:
+                await self._stay(channels)
             pause = RETRY_SECONDS[min(self._n_failures, len(RETRY_SECONDS)) - 1]
             await asyncio.sleep(pause)
 
@@ -121,16 +125,18 @@ class Membership:
             return
         identity = self._state.ready().identity
         request = fleet_pb2.DeregisterRequest(node_id=self._state.config.node_id, boot_id=identity.boot_id)
-        async with grpc.aio.insecure_channel(self._coordinator, options=channel_options()) as channel:
+        async with contextlib.aclosing(Channels(self._tls)) as channels:
+            stub = fleet_pb2_grpc.FleetServiceStub(channels.to(self._coordinator))
             try:
-                await fleet_pb2_grpc.FleetServiceStub(channel).Deregister(request, timeout=DEREGISTER_TIMEOUT_SECONDS)
+                await stub.Deregister(request, timeout=DEREGISTER_TIMEOUT_SECONDS)
             except grpc.aio.AioRpcError as error:
                 log.warning("could not take leave of the coordinator at %s: %s", self._coordinator, error.code().name)
 
-    async def _stay(self, stub: fleet_pb2_grpc.FleetServiceAsyncStub) -> None:
+    async def _stay(self, channels: Channels) -> None:
         """Register if need be, then heartbeat until a call fails."""
         try:
             while True:
+                stub = fleet_pb2_grpc.FleetServiceStub(channels.to(self._coordinator))
                 if self._terms is None:
                     await self._register(stub)
                 else:

@@ -38,6 +38,10 @@ from kvferry.telemetry.exposition import Exposition
 from kvferry.telemetry.host import HostMetrics
 from kvferry.telemetry.service_manager import ServiceManager
 from kvferry.telemetry.watchdog import Watchdog, loop_check
+from kvferry.trust.certificates import Role
+from kvferry.trust.doors import bind, check_plaintext, has_reflection, open_folder
+from kvferry.trust.guard import Guard
+from kvferry.trust.interceptor import Guarded
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +70,18 @@ class Node:
     """Runs in one event loop; `serve` is its whole life."""
 
     def __init__(self, config: NodeConfig, cores: CoreChoice) -> None:
-        """``cores``: what the process has; only loading and the engine leave those that the caller keeps to."""
+        """``cores``: what the process has; only loading and the engine leave those that the caller keeps to.
+
+        Raises TlsFolderInvalid, PlaintextRefused.
+        """
         self._config = config
+        check_plaintext(config.listen, has_tls=config.tls_dir is not None, is_allowed=config.insecure_plaintext)
+        self._tls = open_folder(config.tls_dir, Role.NODE, config.node_id, config.reached_at)
         self._state = NodeState(config=config, started_at=time.monotonic())
         self._server = grpc.aio.server(
-            interceptors=[MalformedRefused()], options=server_options(), maximum_concurrent_rpcs=MAX_CALLS
+            interceptors=[Guarded(Guard(self._tls)), MalformedRefused()],
+            options=server_options(),
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         self._health = health.aio.HealthServicer()
         self._stop = asyncio.Event()
@@ -133,13 +144,14 @@ class Node:
         """Take the port first: a wrong address must not cost loading a model."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self._state, self), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        if has_reflection(self._config.reflection, self._config.listen, self._tls):
+            names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if (reason := why_not_listen(self._config.listen)) is not None:
             raise PortInUse(f"cannot listen at {self._config.listen}: {reason}")
         try:
-            port = self._server.add_insecure_port(self._config.listen)
+            port = bind(self._server, self._config.listen, self._tls)
         except RuntimeError as error:
             raise PortInUse(f"cannot listen at {self._config.listen}: {error}; give another --listen") from error
         await self._server.start()
@@ -169,7 +181,7 @@ class Node:
         self._lag_task = asyncio.create_task(self._state.loop_lag.run())
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         if self._config.coordinators:
-            self._memberships = Memberships(self._state, address)
+            self._memberships = Memberships(self._state, address, self._tls)
             self._membership_task = asyncio.create_task(self._memberships.run())
             self._membership_task.add_done_callback(self._on_membership_end)
         if self._config.ready_file is not None:

@@ -50,6 +50,11 @@ STATUS_OF: Final[dict[str, grpc.StatusCode]] = {
     "queue_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "out_of_kv_memory": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "slow_client": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    # not for this caller
+    "unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
+    "permission_denied": grpc.StatusCode.PERMISSION_DENIED,
+    "rate_limited": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "too_many_turns": grpc.StatusCode.RESOURCE_EXHAUSTED,
     # ours
     "registry_unavailable": grpc.StatusCode.UNAVAILABLE,
     "store_unavailable": grpc.StatusCode.UNAVAILABLE,

@@ -129,7 +129,7 @@ class KeyedSeal:
 
 
 class EncryptedSeal(KeyedSeal):
-    """AES-256-GCM per block under a key of the file's own. Needs ``cryptography`` (extra ``trust``)."""
+    """AES-256-GCM per block under a key of the file's own."""
 
     kind = SealKind.ENCRYPTED
 
@@ -168,13 +168,9 @@ class _EncryptedFile(_KeyedFile):
 
     def __init__(self, block_key: bytes, root_key: bytes) -> None:
         super().__init__(block_key, root_key)
-        try:
-            from cryptography.exceptions import InvalidTag
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        except ImportError as error:
-            raise StoreMisuse(
-                "encrypted snapshots need the package cryptography: pip install 'kvferry[trust]'", op="open store"
-            ) from error
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
         self._cipher = AESGCM(block_key)
         self._invalid = InvalidTag
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kvferry.client.commands.forms import form_of, form_options
-from kvferry.client.commands.options import coordinator_option, tell_outage
+from kvferry.client.commands.options import connect, coordinator_option, tell_outage
 from kvferry.client.commands.sessions import print_sessions
 from kvferry.client.commands.turn_view import JsonView, TextView, TurnView, call_text
 from kvferry.client.errors import (
@@ -102,7 +102,7 @@ def chat(
     interactive = not texts and sys.stdin.isatty()
     pictures = [Image.read(path) for path in images]
     form = form_of(tools_file=tools_file, call=call, thinking=thinking, schema=schema, regex=regex, choices=choices)
-    with Client(coordinator, patience_s=patience, on_outage=tell_outage) as client:
+    with connect(coordinator, patience, tell_outage) as client:
         conversation = Conversation(
             client,
             view,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option
-from kvferry.client.sdk import Client, NodeInfo, StoreFigures
+from kvferry.client.commands.options import connect, coordinator_option
+from kvferry.client.sdk import NodeInfo, StoreFigures
 from kvferry.terminal.output import json_option, print_json, print_table
 from kvferry.terminal.units import bytes_text, duration_text
 
@@ -17,7 +17,7 @@ from kvferry.terminal.units import bytes_text, duration_text
 @json_option
 def nodes(coordinator: str, as_json: bool) -> None:
     """Show the fleet."""
-    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+    with connect(coordinator) as client:
         found = client.nodes()
     if as_json:
         print_json(found)
@@ -30,7 +30,7 @@ def nodes(coordinator: str, as_json: bool) -> None:
 @json_option
 def status(coordinator: str, as_json: bool) -> None:
     """Show the coordinator and its fleet at a glance."""
-    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+    with connect(coordinator) as client:
         found = client.status()
     if as_json:
         print_json(found)

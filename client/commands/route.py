@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option
-from kvferry.client.sdk import Candidate, Client, Placed
+from kvferry.client.commands.options import connect, coordinator_option
+from kvferry.client.sdk import Candidate, Placed
 from kvferry.terminal.output import json_option, print_json, print_table
 
 
@@ -16,7 +16,7 @@ from kvferry.terminal.output import json_option, print_json, print_table
 @json_option
 def route(session_id: str, turn_id: str | None, coordinator: str, as_json: bool) -> None:
     """Show, for each placement, what every node was predicted to need for the first token, and what it took."""
-    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+    with connect(coordinator) as client:
         turns = client.session(session_id).details().turns
     shown = [turn for turn in turns if turn_id in {None, turn.turn_id}]
     if as_json:

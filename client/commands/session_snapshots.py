@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.client.commands.options import UNARY_PATIENCE_S
+from kvferry.client.commands.options import connect
 from kvferry.client.errors import UnknownSession
 from kvferry.client.sdk import Client, FinishReason, SessionDetails
 from kvferry.client.sdk.aio import DEFAULT_ADDRESS
@@ -26,7 +26,7 @@ def remove_session(
     Raises UnknownSession and others of the client, StoreUnavailable.
     """
     store = open_place(where, key_file, encrypted)
-    with Client(coordinator or DEFAULT_ADDRESS, patience_s=UNARY_PATIENCE_S) as client:
+    with connect(coordinator or DEFAULT_ADDRESS) as client:
         ids, spans = _tokens(client.session(session).details())
         n_shared = _n_shared(client, session, identity_ids(ids, 0, spans), quiet=as_json)
     gone = removal.remove_conversation(store, ids, spans, n_shared, quiet=as_json)

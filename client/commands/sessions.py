@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 
 import click
 
-from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option
+from kvferry.client.commands.options import connect, coordinator_option
 from kvferry.client.commands.transfer import export_session, import_session
-from kvferry.client.sdk import Client, SessionInfo
+from kvferry.client.sdk import SessionInfo
 from kvferry.terminal.output import json_option, print_json, print_table
 
 
@@ -27,7 +27,7 @@ sessions.add_command(import_session)
 @json_option
 def list_sessions(coordinator: str, limit: int, as_json: bool) -> None:
     """List conversations, most recently used first."""
-    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+    with connect(coordinator) as client:
         found = client.list_sessions(limit=limit)
     if as_json:
         print_json(found)
@@ -41,7 +41,7 @@ def list_sessions(coordinator: str, limit: int, as_json: bool) -> None:
 @json_option
 def show(session_id: str, coordinator: str, as_json: bool) -> None:
     """Show a conversation with its answers."""
-    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+    with connect(coordinator) as client:
         details = client.session(session_id).details()
     if as_json:
         print_json(details)
@@ -75,7 +75,7 @@ def fork(
     session_id: str, coordinator: str, turns: int | None, tokens: int | None, name: str | None, as_json: bool
 ) -> None:
     """Start a new conversation from the first turns of another."""
-    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+    with connect(coordinator) as client:
         forked = client.session(session_id).fork(name, n_turns=turns, n_tokens=tokens)
     if as_json:
         print_json({"session_id": forked.id, "forked_from": session_id})
@@ -89,7 +89,7 @@ def fork(
 @json_option
 def delete(session_id: str, coordinator: str, as_json: bool) -> None:
     """Forget a conversation."""
-    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+    with connect(coordinator) as client:
         client.session(session_id).delete()
     if as_json:
         print_json({"deleted": session_id})

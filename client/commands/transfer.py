@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from kvferry.client.commands.options import UNARY_PATIENCE_S, coordinator_option
+from kvferry.client.commands.options import connect, coordinator_option
 from kvferry.client.errors import InvalidRequest
-from kvferry.client.sdk import Client, ExportedSession
+from kvferry.client.sdk import ExportedSession
 from kvferry.client.session_file import SessionFile, read_session_file, write_session_file
 from kvferry.terminal.output import json_option, print_json
 
@@ -45,7 +45,7 @@ def export_session(
     """Write a conversation to FILE, for another cluster."""
     if rows and store is None:
         raise click.UsageError("--rows needs --store DIR, the folder that the nodes share.")
-    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+    with connect(coordinator) as client:
         session = client.session(session_id).export()
     paths = _rows_of(session, store, key_file, encrypted) if rows and store is not None else []
     try:
@@ -68,7 +68,7 @@ def export_session(
 def import_session(file: Path, coordinator: str, name: str | None, store: str | None, as_json: bool) -> None:
     """Go on with a conversation of another cluster. Rows of another model than the one here are left out."""
     found = read_session_file(file)
-    with Client(coordinator, patience_s=UNARY_PATIENCE_S) as client:
+    with connect(coordinator) as client:
         fingerprints = {f for model in client.models() for f in model.fingerprints}
         session = client.import_session(found.session, name)
     n_rows, why_not = _take_in(found, store, fingerprints)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Final, Self, Unpack
 
 from kvferry.client.errors import SessionExists, UnknownSession
 from kvferry.client.sdk import wire
+from kvferry.client.sdk.access import Access, TokenSource
 from kvferry.client.sdk.connection import Connection
 from kvferry.client.sdk.filling import request_of
 from kvferry.client.sdk.forms import FREE, AnswerForm
@@ -32,6 +34,7 @@ from kvferry.client.sdk.values import (
     with_fields,
 )
 from kvferry.proto.v1 import chat_pb2
+from kvferry.trust.bearer import Secret
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
 
@@ -52,8 +55,10 @@ class AsyncClient:
 
     Short calls and streams alike are asked again while the coordinator is away, for up to `patience_s` seconds per
     outage (0: every error is raised at once). `on_outage` hears of each outage of a short call when it begins; a turn
-    tells of its own by ConnectionLost. `new_id` makes the names of sessions and turns. All methods raise ClientError,
-    and so does this constructor, for an address that is not HOST:PORT.
+    tells of its own by ConnectionLost. `new_id` makes the names of sessions and turns. `tls_dir`: folder with the
+    certificate and key of a client, None: plaintext. `token`: an API token, where the cluster wants one; in plaintext
+    it only goes to this machine unless `insecure_plaintext`. All methods raise ClientError, and so does this
+    constructor, for an address that is not HOST:PORT and credentials that are none.
     """
 
     def __init__(
@@ -63,8 +68,12 @@ class AsyncClient:
         patience_s: float = PATIENCE_S,
         new_id: Callable[[], str] = new_uuid,
         on_outage: OnOutage | None = None,
+        tls_dir: str | PathLike[str] | None = None,
+        token: str | Secret | TokenSource | None = None,
+        insecure_plaintext: bool = False,
     ) -> None:
-        self._connection = Connection(address, Patience(patience_s), on_outage)
+        access = Access(tls_dir, token, insecure_plaintext)
+        self._connection = Connection(address, Patience(patience_s), on_outage, access)
         self._new_id = new_id
 
     @property

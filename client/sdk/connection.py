@@ -9,6 +9,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvferry.client.errors import ClientError, map_rpc_error
+from kvferry.client.sdk.access import PLAIN, Access
 from kvferry.client.sdk.coordinators import Coordinators
 from kvferry.client.sdk.retry import OnOutage, Outage, Patience
 from kvferry.client.sdk.wire import check_size
@@ -24,13 +25,15 @@ Response = TypeVar("Response")
 class Connection:
     """Opened on first use, in the event loop that uses it; belongs to that loop."""
 
-    def __init__(self, addresses: str, patience: Patience, on_outage: OnOutage | None = None) -> None:
+    def __init__(
+        self, addresses: str, patience: Patience, on_outage: OnOutage | None = None, access: Access = PLAIN
+    ) -> None:
         """HOST:PORT, or several with commas between them, of which the next is asked when one fails.
 
-        Raises InvalidAddress.
+        Raises InvalidAddress, InvalidCredentials.
         """
         self.patience = patience
-        self._coordinators = Coordinators(addresses)
+        self._coordinators = Coordinators(addresses, access)
         self._on_outage = on_outage
         self._stub: chat_pb2_grpc.ChatServiceAsyncStub | None = None
 

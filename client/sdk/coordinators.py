@@ -7,9 +7,11 @@ from typing import Any, Final, cast
 
 import grpc
 
+from kvferry.client.sdk.access import PLAIN, Access
 from kvferry.client.sdk.address import check_address
-from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import chat_pb2_grpc
+from kvferry.trust.bearer import Metadata, metadata_of
+from kvferry.trust.doors import Channels
 
 SEPARATOR: Final = ","
 
@@ -17,10 +19,11 @@ SEPARATOR: Final = ","
 class Coordinators:
     """Coordinators that share a registry: any of them serves any session. Belongs to the event loop that uses it."""
 
-    def __init__(self, addresses: str) -> None:
-        """HOST:PORT, or several with commas between them. Raises InvalidAddress."""
+    def __init__(self, addresses: str, access: Access = PLAIN) -> None:
+        """HOST:PORT, or several with commas between them. Raises InvalidAddress, InvalidCredentials."""
         self._addresses = [check_address(address) for address in addresses.split(SEPARATOR)]
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._token = access.token_for(addresses)
+        self._channels = Channels(access.folder())
 
     @property
     def address(self) -> str:
@@ -33,25 +36,25 @@ class Coordinators:
 
     def stub(self) -> chat_pb2_grpc.ChatServiceAsyncStub:
         """Each of its calls goes to the coordinator that is asked at that time."""
-        return chat_pb2_grpc.ChatServiceStub(cast("grpc.aio.Channel", _Switch(self._channel)))
+        return chat_pb2_grpc.ChatServiceStub(cast("grpc.aio.Channel", _Switch(self._channel, self._metadata)))
 
     async def aclose(self) -> None:
         """Closes all channels and every call on them."""
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self._channels.aclose()
 
     def _channel(self) -> grpc.aio.Channel:
-        if self.address not in self._channels:
-            self._channels[self.address] = grpc.aio.insecure_channel(self.address, options=channel_options())
-        return self._channels[self.address]
+        return self._channels.to(self.address)
+
+    def _metadata(self) -> Metadata:
+        return metadata_of(self._token())
 
 
 class _Switch:
-    """What a stub asks of a channel, with the channel found anew for each call."""
+    """What a stub asks of a channel, with the channel and what goes with a call found anew for each call."""
 
-    def __init__(self, channel: Callable[[], grpc.aio.Channel]) -> None:
+    def __init__(self, channel: Callable[[], grpc.aio.Channel], metadata: Callable[[], Metadata]) -> None:
         self._channel = channel
+        self._metadata = metadata
         self.unary_unary = self._method("unary_unary")
         self.unary_stream = self._method("unary_stream")
         self.stream_unary = self._method("stream_unary")
@@ -60,7 +63,7 @@ class _Switch:
     def _method(self, kind: str) -> Callable[..., Callable[..., Any]]:
         def make(*path: Any, **how: Any) -> Callable[..., Any]:
             def call(*request: Any, **terms: Any) -> Any:
-                return getattr(self._channel(), kind)(*path, **how)(*request, **terms)
+                return getattr(self._channel(), kind)(*path, **how)(*request, metadata=self._metadata(), **terms)
 
             return call
 

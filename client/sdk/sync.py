@@ -6,9 +6,11 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
+from kvferry.client.sdk.access import TokenSource
 from kvferry.client.sdk.aio import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncSession, new_uuid
 from kvferry.client.sdk.events import TurnEvent
 from kvferry.client.sdk.forms import FREE, AnswerForm
@@ -30,6 +32,7 @@ from kvferry.client.sdk.values import (
     SessionInfo,
     TurnFields,
 )
+from kvferry.trust.bearer import Secret
 
 T = TypeVar("T")
 
@@ -127,8 +130,19 @@ class Client:
         patience_s: float = PATIENCE_S,
         new_id: Callable[[], str] = new_uuid,
         on_outage: OnOutage | None = None,
+        tls_dir: str | PathLike[str] | None = None,
+        token: str | Secret | TokenSource | None = None,
+        insecure_plaintext: bool = False,
     ) -> None:
-        self._async = AsyncClient(address, patience_s=patience_s, new_id=new_id, on_outage=on_outage)
+        self._async = AsyncClient(
+            address,
+            patience_s=patience_s,
+            new_id=new_id,
+            on_outage=on_outage,
+            tls_dir=tls_dir,
+            token=token,
+            insecure_plaintext=insecure_plaintext,
+        )
         self._loop = _LoopThread()
 
     @property

@@ -89,7 +89,6 @@ async def test_a_node_with_another_store_is_noticed_and_told_of(processes: Proce
 
 
 async def test_a_session_resumes_from_an_encrypted_store(processes: Processes, tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
     key = tmp_path / "key"
     key.write_bytes(os.urandom(32))
     key.chmod(0o600)

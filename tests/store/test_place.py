@@ -1,8 +1,8 @@
 """Where a store is and who may read it: folders, object stores, the fleet's key."""
 
-from __future__ import annotations
+from __future__ import importlib.util
+import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,6 @@ from kvferry.store.snapshot_store import SnapshotStore
 GEOMETRY = KvGeometry(3, 2, 4)
 IDS = np.arange(1, 41, dtype=np.int32)
 K = np.random.default_rng(1).standard_normal((3, 40, 8), np.float32)
-
-needs_cryptography = pytest.mark.skipif(
-    importlib.util.find_spec("cryptography") is None, reason="pip install cryptography"
-)
 
 
 def key_file(folder: Path, key: bytes = b"0123456789abcdef0123456789abcdef", mode: int = 0o600) -> Path:
@@ -43,9 +39,7 @@ def store_at(place: StorePlace, node_id: str = "n", tenant: str = "") -> Snapsho
     return store
 
 
-@pytest.mark.parametrize(
-    ("encrypted", "kind"), [(False, SealKind.KEYED), pytest.param(True, SealKind.ENCRYPTED, marks=needs_cryptography)]
-)
+@pytest.mark.parametrize(("encrypted", "kind"), [(False, SealKind.KEYED), (True, SealKind.ENCRYPTED)])
 def test_with_a_key_only_who_has_it_reads_what_was_saved(tmp_path: Path, encrypted: bool, kind: SealKind) -> None:
     place = StorePlace(str(tmp_path / "store"), key_file(tmp_path), encrypted)
     store = store_at(place)
@@ -111,7 +105,7 @@ def test_offline_commands_take_the_key(tmp_path: Path, command: list[str]) -> No
         assert CliRunner().invoke(kv, [*one, str(files[0])]).exit_code != 0
 
 
-@pytest.mark.parametrize("encrypted", [False, pytest.param(True, marks=needs_cryptography)])
+@pytest.mark.parametrize("encrypted", [False, True])
 def test_a_tenants_files_have_a_key_of_its_own_and_the_commands_find_it(tmp_path: Path, encrypted: bool) -> None:
     place = StorePlace(str(tmp_path / "store"), key_file(tmp_path), encrypted)
     info = store_at(place).publish(IDS, MemoryRows(K, -K))

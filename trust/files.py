@@ -1,0 +1,45 @@
+"""Secrets on disk: whole or not there, and readable by their owner only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+SECRET_MODE: Final = 0o600
+PUBLIC_MODE: Final = 0o644
+
+Stamp = tuple[tuple[int, int, int] | None, ...]
+
+
+def write_atomically(path: Path, data: bytes, mode: int) -> None:
+    """A reader sees the old file or the new one; what a crash leaves is a hidden temporary file. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            os.fchmod(file.fileno(), mode)  # whatever the umask is
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def stamp_of(*paths: Path) -> Stamp:
+    """What changes whenever one of the files does; None in the place of one that is not there."""
+    found: list[tuple[int, int, int] | None] = []
+    for path in paths:
+        try:
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+        except OSError:
+            found.append(None)
+    return tuple(found)
+
+
+def reason_of(error: OSError) -> str:
+    """The system's own words."""
+    return (error.strerror or str(error)).lower()
