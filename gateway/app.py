@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvferry.client import ClientError
+from kvferry.gateway.bearer import TokensHandedOn
 from kvferry.gateway.chat import chat_completions
 from kvferry.gateway.completions import completions
 from kvferry.gateway.context import Context, context_of
@@ -95,8 +96,12 @@ def create_app(make_context: Callable[[], Context]) -> Starlette:
         HTTPException: _on_http_error,
         Exception: _on_bug,
     }
-    watching = [Middleware(Counted, metrics=metrics, routes=routes), Middleware(Traced, routes=routes)]
-    return Starlette(routes=routes, middleware=watching, exception_handlers=dict(handlers), lifespan=lifespan)
+    around = [
+        Middleware(Counted, metrics=metrics, routes=routes),
+        Middleware(Traced, routes=routes),
+        Middleware(TokensHandedOn),
+    ]
+    return Starlette(routes=routes, middleware=around, exception_handlers=dict(handlers), lifespan=lifespan)
 
 
 def _answer(error: ApiError) -> Response:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvferry.telemetry.options import Format, telemetry_options
+from kvferry.trust.options import insecure_plaintext_option, tls_dir_option
 
 
 @click.group()
@@ -27,6 +28,11 @@ def gateway() -> None:
     "--keep-seconds", type=int, help="How long a completion's stream can be picked up again.  [default: 3600]"
 )
 @click.option("--keep-responses-days", type=float, help="How long responses are kept that nobody uses.  [default: 30]")
+@tls_dir_option
+@click.option("--https", is_flag=True, default=None, help="Serve HTTPS with the certificate in --tls-dir.")
+@click.option("--https-cert", type=click.Path(path_type=Path), help="Serve HTTPS with this certificate (PEM).")
+@click.option("--https-key", type=click.Path(path_type=Path), help="Its key (PEM).")
+@insecure_plaintext_option
 @click.option("--allow-kill", is_flag=True, default=None, help="The dashboard may kill nodes started beside it.")
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="File that says where the gateway serves, once it does."
@@ -38,7 +44,8 @@ def gateway() -> None:
 def run(config_file: Path | None, log_level: str, log_format: Format | None, otlp: str | None, **flags: Any) -> None:
     """Serve until SIGTERM or Ctrl-C: chat completions, responses, models, health.
 
-    Point a program's base_url at http://HOST:PORT/v1; any API key will do.
+    Point a program's base_url at http://HOST:PORT/v1. Its API key is handed on to the coordinator: any will do, unless
+    that one has --tokens.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from kvferry.gateway.config import GatewayConfig

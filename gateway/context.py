@@ -11,7 +11,7 @@ from typing import cast
 from starlette.requests import Request
 
 from kvferry.client import AsyncClient, ClientError
-from kvferry.gateway.dashboard.watcher import Watcher
+from kvferry.gateway.dashboard.watcher import Watchers
 from kvferry.gateway.models import Models
 
 
@@ -21,7 +21,7 @@ class Context:
 
     client: AsyncClient
     models: Models
-    watcher: Watcher
+    watchers: Watchers
     may_kill: bool
     # Sessions without use are forgotten after so long: of requests that bring their whole history; of responses, which
     # are asked for by name.

@@ -11,7 +11,9 @@ from kvferry.client.errors import (
     NotFound,
     NotNow,
     Overloaded,
+    PermissionDenied,
     TurnFailed,
+    Unauthenticated,
 )
 
 
@@ -61,7 +63,9 @@ class ApiError(Exception):
         }
 
     def headers(self) -> dict[str, str]:
-        """When to try again, where that can help; whole seconds, as HTTP has them, and milliseconds."""
+        """When to try again, where that can help (whole seconds, as HTTP has them, and milliseconds), or with what."""
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         if self.retry_after_s is None:
             return {}
         return {
@@ -72,11 +76,18 @@ class ApiError(Exception):
 
 _KIND_OF_STATUS: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
-OPENAI_CODES: Final = {"prompt_too_long": "context_length_exceeded"}
+OPENAI_CODES: Final = {
+    "prompt_too_long": "context_length_exceeded",
+    "unauthenticated": "invalid_api_key",
+    "rate_limited": "rate_limit_exceeded",
+    "too_many_turns": "rate_limit_exceeded",
+}
 """Codes that programs look for under another name than ours."""
 
 _STATUS_OF: Final[dict[type[ClientError], int]] = {
     BadRequest: 400,
+    Unauthenticated: 401,
+    PermissionDenied: 403,
     NotFound: 404,
     Conflict: 409,
     Overloaded: 429,

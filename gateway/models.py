@@ -24,9 +24,12 @@ class Models:
 
     async def names(self) -> tuple[str, ...]:
         """The first one answers those who name none."""
-        if self.clock() - self._asked_at > FRESH_SECONDS:
-            self._names = tuple(model.name for model in await self.client.models())
-            self._asked_at = self.clock()
+        return self._names if self.clock() - self._asked_at <= FRESH_SECONDS else await self.asked()
+
+    async def asked(self) -> tuple[str, ...]:
+        """Of the coordinator, who looks at the caller's API token: programs find out so whether theirs is right."""
+        self._names = tuple(model.name for model in await self.client.models())
+        self._asked_at = self.clock()
         return self._names
 
     async def find(self, asked: str) -> str:
@@ -41,7 +44,7 @@ class Models:
 
     async def retrieve(self, asked: str) -> str:
         """Only what is truly there. Raises ApiError."""
-        names = await self.names()
+        names = await self.asked()
         if asked not in names:
             raise self.unknown(asked, names)
         return asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import socket
@@ -15,15 +16,19 @@ import uvicorn
 
 from kvferry.client import AsyncClient
 from kvferry.gateway.app import create_app
+from kvferry.gateway.bearer import given_token
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.context import Context
-from kvferry.gateway.dashboard.watcher import Watcher
+from kvferry.gateway.dashboard.watcher import Watchers
 from kvferry.gateway.errors import CannotListen, ConfigInvalid
+from kvferry.gateway.https import CertificateFiles
 from kvferry.gateway.models import Models
 from kvferry.proto.address import parse_address, why_not_listen
 from kvferry.proto.ready_file import write_ready_file
 from kvferry.telemetry.service_manager import ServiceManager
 from kvferry.telemetry.watchdog import Watchdog, loop_check
+from kvferry.trust.certificates import Role
+from kvferry.trust.doors import check_plaintext, open_folder
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +42,29 @@ KEEP_ALIVE_SECONDS: Final = 75
 
 
 def serve(config: GatewayConfig) -> None:
-    """Until SIGTERM or Ctrl-C. Raises CannotListen."""
+    """Until SIGTERM or Ctrl-C. Raises CannotListen, ConfigInvalid, PlaintextRefused, TlsFolderInvalid."""
+    https = config.https_files
+    check_plaintext(
+        config.listen, has_tls=https is not None, is_allowed=config.insecure_plaintext,
+        remedy="give --https with --tls-dir, or --https-cert and --https-key",
+    )  # fmt: skip
+    if https is not None:
+        https.check()
+    open_folder(config.tls_dir, Role.GATEWAY)
+    if not config.hands_tokens_on:
+        log.warning("callers' API tokens stay here: the way to %s is in clear", config.coordinator)
     listening = listen(config.listen)
     address = f"{config.listen.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
     def make_context() -> Context:
-        client = AsyncClient(config.coordinator, patience_s=config.patience_seconds)
+        client = AsyncClient(
+            config.coordinator, patience_s=config.patience_seconds, tls_dir=config.tls_dir,
+            token=given_token if config.hands_tokens_on else None, insecure_plaintext=config.insecure_plaintext,
+        )  # fmt: skip
         return Context(
             client=client,
             models=Models(client, time.monotonic),
-            watcher=Watcher(client, lambda: time.time() * 1000),
+            watchers=Watchers(client, lambda: time.time() * 1000),
             may_kill=config.allow_kill,
             keep_seconds=config.keep_seconds,
             keep_responses_seconds=max(1, round(config.keep_responses_days * 86_400)),
@@ -56,12 +74,13 @@ def serve(config: GatewayConfig) -> None:
         )
 
     def on_ready() -> None:
-        log.info("the OpenAI API is at http://%s/v1", address)
+        log.info("the OpenAI API is at %s/v1", url)
         if config.ready_file is not None:
             tell_ready(config.ready_file, address)
         manager.ready(status)
 
-    manager, status = ServiceManager(), f"serves at http://{address}"
+    url = f"{'http' if https is None else 'https'}://{address}"
+    manager, status = ServiceManager(), f"serves at {url}"
     server = Server(
         uvicorn.Config(
             create_app(make_context),
@@ -71,8 +90,11 @@ def serve(config: GatewayConfig) -> None:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=STOP_SECONDS,
+            ssl_certfile=None if https is None else https.certificate,
+            ssl_keyfile=None if https is None else https.key,
         ),
         on_ready,
+        https,
     )
     with Watchdog(manager, [loop_check(lambda: server.beat_at)], lambda: status):
         server.run(sockets=[listening])
@@ -81,9 +103,13 @@ def serve(config: GatewayConfig) -> None:
 class Server(uvicorn.Server):
     """uvicorn, which says when it serves, and when it last came around."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], https: CertificateFiles | None = None
+    ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._https = https
+        self._following: asyncio.Task[None] | None = None
         self.beat_at = time.monotonic()
 
     async def on_tick(self, counter: int) -> bool:
@@ -92,6 +118,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._https is not None and self.config.ssl is not None:
+            self._following = asyncio.create_task(self._https.follow(self.config.ssl), name="certificates")
         if self.started:
             self._on_ready()
 

@@ -62,8 +62,9 @@ class _Switch:
 
     def _method(self, kind: str) -> Callable[..., Callable[..., Any]]:
         def make(*path: Any, **how: Any) -> Callable[..., Any]:
-            def call(*request: Any, **terms: Any) -> Any:
-                return getattr(self._channel(), kind)(*path, **how)(*request, metadata=self._metadata(), **terms)
+            def call(*request: Any, metadata: Metadata = None, **terms: Any) -> Any:
+                with_token = (*(metadata or ()), *(self._metadata() or ()))
+                return getattr(self._channel(), kind)(*path, **how)(*request, metadata=with_token, **terms)
 
             return call
 

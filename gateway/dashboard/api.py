@@ -28,6 +28,7 @@ from kvferry.client import (
     TurnEvent,
 )
 from kvferry.gateway import sse
+from kvferry.gateway.bearer import given_token
 from kvferry.gateway.body import read_body
 from kvferry.gateway.context import context_of
 from kvferry.gateway.errors import ApiError, api_error_of
@@ -71,7 +72,7 @@ async def cluster(request: Request) -> Response:
     """GET /dashboard/cluster."""
     context = context_of(request)
     status = dataclasses.asdict(await context.client.status())
-    return JSONResponse({**status, "models": list(await context.models.names()), "can_kill": context.may_kill})
+    return JSONResponse({**status, "can_kill": context.may_kill})
 
 
 async def sessions(request: Request) -> Response:
@@ -97,7 +98,7 @@ def _session_json(details: SessionDetails) -> dict[str, Any]:
 
 async def turns(request: Request) -> Response:
     """GET /dashboard/turns: a stream of turns, each whenever it changes."""
-    watcher = context_of(request).watcher
+    watcher = context_of(request).watchers.of(given_token())
 
     async def frames() -> AsyncGenerator[bytes]:
         async with aclosing(watcher.subscribe()) as traces:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from kvferry.client import AsyncClient, AsyncTurn, ClientError, Finished, SessionInfo, Token
 from kvferry.gateway.dashboard.traces import Trace
+from kvferry.trust.bearer import Secret
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,11 @@ class Watcher:
         self._following: dict[str, asyncio.Task[None]] = {}  # by session
         self._seen: dict[str, int] = {}  # session → time of its last change
         self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody looks."""
+        return not self._readers
 
     async def subscribe(self) -> AsyncGenerator[dict[str, Any]]:
         """The latest turns, then each as it changes."""
@@ -115,3 +121,18 @@ class Watcher:
             if queue.full():
                 queue.get_nowait()
             queue.put_nowait(trace)
+
+
+class Watchers:
+    """One watcher per API token: who looks with a token sees what its tenant sees, and nobody else's turns."""
+
+    def __init__(self, client: AsyncClient, now_ms: Callable[[], float]) -> None:
+        self._client, self._now_ms = client, now_ms
+        self._watchers: dict[Secret | None, Watcher] = {}
+
+    def of(self, token: Secret | None) -> Watcher:
+        """Its reader has to come in the context of a request with that token."""
+        if token not in self._watchers:
+            self._watchers = {of: watcher for of, watcher in self._watchers.items() if not watcher.is_idle}
+            self._watchers[token] = Watcher(self._client, self._now_ms)
+        return self._watchers[token]
