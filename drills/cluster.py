@@ -50,7 +50,8 @@ class ClusterOptions:
     """What a cluster is made of. `directory` keeps sessions and snapshots; port 0: a free one, which it keeps.
 
     `http_port`: of the gateway, which serves the OpenAI API and the dashboard; None: there is none. `places` has the
-    processes that run elsewhere, by name.
+    processes that run elsewhere, by name. `certificates`: a folder with the --tls-dir of each process under its name,
+    and that of an operator; None: plaintext.
     """
 
     model: str
@@ -65,6 +66,7 @@ class ClusterOptions:
     node_arguments: tuple[str, ...] = ()
     coordinator_arguments: tuple[str, ...] = ()
     places: Mapping[str, Place] = field(default_factory=dict)
+    certificates: Path | None = None
 
 
 class LocalCluster:
@@ -167,7 +169,7 @@ class LocalCluster:
         wanted = set(node_ids)
         live: set[str] = set()
         deadline = time.monotonic() + timeout_s
-        with Client(self.address, patience_s=0) as client:
+        with Client(self.address, patience_s=0, tls_dir=self._tls_dir("operator")) as client:
             while time.monotonic() < deadline:
                 try:
                     live = {node.node_id for node in client.nodes() if node.state is NodeState.LIVE}
@@ -267,6 +269,7 @@ class LocalCluster:
             *("--listen", f"{self._place(self.coordinator.name).host}:{self._port}"),
             *("--state", str(self.directory / "state"), "--store", str(self.directory / "store")),
             *("--lease", str(options.lease_s), "--ready-file", str(self.coordinator.ready_file)),
+            *self._tls_arguments(self.coordinator.name),
             *options.coordinator_arguments,
         ]
 
@@ -280,6 +283,7 @@ class LocalCluster:
             *("--store", str(self.directory / "store"), "--listen", f"{place.host}:0", *advertise),
             *("--threads", str(options.threads_per_node), "--kv-memory", options.kv_memory, *context),
             *("--ready-file", str(self.nodes[node_id].ready_file)),
+            *self._tls_arguments(node_id),
             *options.node_arguments,
         ]
 
@@ -287,7 +291,17 @@ class LocalCluster:
         return [
             *("gateway", "run", "--coordinator", self.address, "--listen", self.http_address, "--allow-kill"),
             *("--ready-file", str(gateway.ready_file)),
+            *self._tls_arguments(gateway.name),
         ]
+
+    def _tls_arguments(self, name: str) -> list[str]:
+        """Plaintext beyond the loopback is that of namespaces, which nobody else is in."""
+        if (folder := self._tls_dir(name)) is not None:
+            return ["--tls-dir", str(folder)]
+        return [] if self._place(name).host == LOOPBACK else ["--insecure-plaintext"]
+
+    def _tls_dir(self, name: str) -> Path | None:
+        return None if self.options.certificates is None else self.options.certificates / name
 
     def _sweep(self) -> None:
         """Half-written files of processes that were killed. Ours alone: nobody runs here, and we hold the lock."""

@@ -27,20 +27,25 @@ RETIRE_SECONDS: Final = 600.0
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host's addresses; a name that nobody knows is not."""
+    """Whether only this machine reaches the host; one that nobody knows is not."""
+    found = _addresses_of(host)
+    return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
+
+
+def _addresses_of(host: str) -> set[str]:
+    """None when it is not known."""
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return {str(ipaddress.ip_address(host.strip("[]")))}
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
-        return False
-    return all(ipaddress.ip_address(str(address)).is_loopback for address in found)
+        return set()
 
 
 def check_plaintext(listen: str, *, has_tls: bool, is_allowed: bool, remedy: str = "give --tls-dir") -> None:
     """Raises PlaintextRefused for an address that others reach, unless there are certificates or it is allowed."""
     host, _ = parse_address(listen, to_listen=True)
-    if has_tls or is_allowed or is_loopback(host):
+    if has_tls or is_allowed or is_loopback(host) or not _addresses_of(host):  # nobody can listen at the last one
         return
     raise PlaintextRefused(
         f"others reach {host}, and without certificates they would be let in and could read everything: {remedy}, "

@@ -145,7 +145,7 @@ async def test_every_code_keeps_its_name_and_has_a_kind(client_address, coordina
             await client.nodes()
     assert caught.value.code == code
     assert isinstance(caught.value, errors.CLASS_OF.get(code, errors.ClientError))
-    kinds = errors.BadRequest | errors.NotFound | errors.Conflict | errors.NotNow | errors.ServerFault
+    kinds = errors.BadRequest | errors.NotFound | errors.Conflict | errors.Refused | errors.NotNow | errors.ServerFault
     assert isinstance(caught.value, kinds)
 
 
