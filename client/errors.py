@@ -312,7 +312,8 @@ def map_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
     sentence = error.details() or "no reason given"
     if code is None and error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         reason = _reason_of(sentence)
-        sentence = f"cannot reach the coordinator at {address} ({reason}); is it running?"
+        advice = "are --tls-dir and the address right?" if _is_about_tls(sentence) else "is it running?"
+        sentence = f"cannot reach the coordinator at {address} ({reason}); {advice}"
     elif code is None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         sentence = f"the coordinator at {address} did not answer in time"
     elif code is None and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in sentence:
@@ -324,6 +325,11 @@ def map_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
     mapped = cls(sentence, retry_after_s=_seconds(metadata.get(RETRY_AFTER_KEY)))
     mapped.code = code or cls.code
     return mapped
+
+
+def _is_about_tls(sentence: str) -> bool:
+    """Who speaks plaintext to a server that wants certificates, or shows the wrong ones, is cut off without a word."""
+    return any(words in sentence for words in ("Socket closed", "andshake", "erification"))
 
 
 def _reason_of(sentence: str) -> str:

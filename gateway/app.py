@@ -39,7 +39,7 @@ ROUTES: Final = [
 
 async def list_models(request: Request) -> Response:
     """GET /v1/models."""
-    names = await context_of(request).models.names()
+    names = await context_of(request).models.asked()
     return JSONResponse({"object": "list", "data": [_model(name) for name in names]})
 
 

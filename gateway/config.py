@@ -61,7 +61,7 @@ class GatewayConfig(Settings):
     )
     tls_dir: Path | None = setting(
         None,
-        what="folder with ca.pem, cert.pem, key.pem and, where one is, revoked.pem; not set: plaintext",
+        what="folder with ca.pem, cert.pem, key.pem and, where one is, revoked.pem",
         why="what the gateway shows the coordinator (kvferry certs); on the loopback there is nobody to keep out",
         example="/etc/kvferry/tls",
     )

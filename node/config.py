@@ -259,7 +259,7 @@ class NodeConfig(Settings):
     )
     tls_dir: Path | None = setting(
         None,
-        what="folder with ca.pem, cert.pem, key.pem and, where one is, revoked.pem; not set: plaintext",
+        what="folder with ca.pem, cert.pem, key.pem and, where one is, revoked.pem",
         why="a fleet needs one (kvferry certs); on one machine's loopback there is nobody to keep out",
         example="/etc/kvferry/tls",
     )
@@ -270,8 +270,8 @@ class NodeConfig(Settings):
     )
     reflection: bool | None = setting(
         None,
-        what="tell anybody what can be called; not set: in plaintext on the loopback only",
-        why="of use to developers, and to those who look for a way in",
+        what="tell anybody what can be called",
+        why="not set, it is told in plaintext on the loopback only: of use to developers, and to those who look for a way in",
         example=False,
     )
     metrics: str | None = setting(

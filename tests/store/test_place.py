@@ -1,8 +1,8 @@
 """Where a store is and who may read it: folders, object stores, the fleet's key."""
 
-from __future__ import importlib.util
-import annotations
+from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
