@@ -90,7 +90,7 @@ def test_all_problems_of_all_sources_are_told_at_once(tmp_path: Path) -> None:
     assert said.output.splitlines() == [
         "error: 8 settings of the node are not right:",
         "  modl in node.toml is no setting of a node; did you mean model?",
-        "  tls in node.toml is no setting of a node",
+        "  tls in node.toml is no setting of a node; did you mean tls_dir?",
         "  KVFERRY_NODE_KV_MEMRY in the environment is no setting of a node; did you mean KVFERRY_NODE_KV_MEMORY?",
         "  model is missing",
         "  KVFERRY_NODE_LISTEN 'nonsense' is not HOST:PORT",
