@@ -31,8 +31,12 @@ def bench() -> None:
 
 
 def _passes_on(name: str, module: str, what: str) -> None:
-    @bench.command(name, help=f"{what} Takes what `python -m kvferry.bench.{module}` takes; --help lists it.",
-                   context_settings={"ignore_unknown_options": True, "help_option_names": []})  # fmt: skip
+    @bench.command(
+        name,
+        help=f"{what} Takes what `python -m kvferry.bench.{module}` takes; --help lists it.",
+        epilog=f"Example: kvferry bench {name} --help",
+        context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    )
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def command(arguments: tuple[str, ...]) -> None:
         sys.argv = [f"kvferry bench {name}", *arguments]

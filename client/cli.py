@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points, version
 from typing import Final, TextIO
 
 import click
+from click.shell_completion import CompletionItem
 
 ENTRY_POINT_GROUP: Final = "kvferry.commands"
 
@@ -32,6 +33,7 @@ SHORT_HELP: Final = {
     "doctor": "Examine this machine: what is odd, what it means, what to do.",
     "simulate": "Predict what a fleet would do, with the coordinator's own routing.",
     "storm": "Break simulated clusters in every way, thousands of times.",
+    "completion": "Print what bash, zsh or fish needs to complete commands and names.",
     "drill": "Break a real cluster and judge what happened.",
     "fleet": "Get ready what boards need.",
     "bench": "Measure, as ratios against a peer in the same run.",
@@ -59,6 +61,25 @@ class LazyGroup(click.Group):
             raise click.ClickException(f"{point.value} is not a command; reinstall kvferry.")
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Suggests names, which click looks for among commands that are loaded."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.exceptions.NoSuchCommand as error:
+            names = self.list_commands(ctx)
+            raise click.exceptions.NoSuchCommand(error.command_name, possibilities=names, ctx=ctx) from None
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names without importing anything, and options."""
+        names = [
+            CompletionItem(name, help=SHORT_HELP.get(name))
+            for name in self.list_commands(ctx)
+            if name.startswith(incomplete)
+        ]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Prints the table without importing anything."""
         rows = [(name, SHORT_HELP.get(name, "")) for name in self.list_commands(ctx)]
@@ -72,13 +93,18 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(version("kvferry"), prog_name="kvferry")
 def kvferry() -> None:
-    """Serve one chat model on a handful of small boards; every conversation outlives the board it runs on."""
+    """Serve one chat model on a handful of small boards; every conversation outlives the board it runs on.
+
+    Exit codes: 0 done, 1 a sentence says what is wrong, 2 wrong usage; docs/cli.md lists the others.
+    """
+    if os.environ.get("NO_COLOR"):
+        click.get_current_context().color = False
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits: 0, the error class's exit code, 2 for wrong usage, 130 for Ctrl-C.
 
-    An error of ours becomes one sentence; anything else is a bug and keeps its traceback.
+    An error of ours becomes one sentence; anything else is a bug, ends with 70, and leaves its traceback in a file.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of its C++ lines reaches us as errors
     try:
@@ -92,15 +118,18 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         _discard(sys.stdout)
         sys.exit(0)
-    except Exception as error:
-        sentence = str(error) if _is_ours(error) else _output_complaint(error)
-        if sentence is None:
-            raise
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - a person gets a sentence, whatever it is
+        from kvferry.terminal.failures import EXIT_BUG, sentence_of, tell_bug
+
+        complaint = _output_complaint(error)
+        sentence, exit_code = (complaint, 1) if complaint else sentence_of(error) or (tell_bug(error), EXIT_BUG)
         try:
             click.echo(f"error: {sentence}", err=True)
         except OSError:  # stderr may be just as full
             _discard(sys.stderr)
-        sys.exit(getattr(error, "exit_code", 1))
+        sys.exit(exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
 
@@ -137,10 +166,6 @@ def _came_from_printing(error: OSError) -> bool:
     """For an output without a buffer: click and rich do all our printing."""
     modules = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)}
     return bool(modules & {"click.utils", "rich.console"})
-
-
-def _is_ours(error: Exception) -> bool:
-    return isinstance(getattr(error, "code", None), str) and type(error).__module__.startswith("kvferry.")
 
 
 if __name__ == "__main__":

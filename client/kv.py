@@ -9,6 +9,7 @@ import click
 
 from kvferry.store import cli
 from kvferry.store.commands import removal
+from kvferry.terminal.completing import completes
 from kvferry.trust.options import credential_parameters
 
 _HELP: Final = (
@@ -34,9 +35,10 @@ _RM: Final = click.Command(
     "rm",
     callback=_rm,
     help=removal.rm.help,
+    epilog="Example: kvferry kv rm /mnt/kvferry --session SESSION",
     params=[
         *removal.rm.params,
-        click.Option(["--session"], metavar="ID", help=_HELP),
+        click.Option(["--session"], shell_complete=completes("sessions"), metavar="ID", help=_HELP),
         click.Option(
             ["--coordinator"],
             envvar="KVFERRY_COORDINATOR",

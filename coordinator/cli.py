@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from kvferry.telemetry.options import Format, telemetry_options
+from kvferry.terminal.completing import completes
 from kvferry.trust.options import server_options
 
 
@@ -19,8 +20,15 @@ def coordinator() -> None:
     """The process that keeps the conversations and chooses the nodes."""
 
 
-@coordinator.command()
-@click.option("--model", multiple=True, help="A fetched name, a GGUF file or a folder, as the nodes'. [repeatable]")
+@coordinator.command(
+    epilog="Example: kvferry coordinator run --model smollm2-135m --state /var/lib/kvferry --store /mnt/kvferry"
+)
+@click.option(
+    "--model",
+    multiple=True,
+    shell_complete=completes("models"),
+    help="A fetched name, a GGUF file or a folder, as the nodes'. [repeatable]",
+)
 @click.option("--listen", metavar="HOST:PORT", help="Where clients and nodes reach it. [default: 127.0.0.1:7070]")
 @click.option(
     "--registry", metavar="etcd://H:P,H:P", help="Share a registry with other coordinators, in place of --state."

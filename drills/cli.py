@@ -22,8 +22,11 @@ from kvferry.drills.demo import DemoOptions, run_demo
 from kvferry.drills.drill_commands import explain, list_scenarios, run
 from kvferry.drills.errors import ProcessFailed, VerdictFailed
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
-from kvferry.drills.report import as_json, print_report
+from kvferry.drills.report import as_json as result_facts
+from kvferry.drills.report import print_report
 from kvferry.drills.supervisor import Supervisor
+from kvferry.terminal.completing import completes
+from kvferry.terminal.output import json_option
 
 DEMO: Final = "Three turns; the serving node is killed in the second, everything is restarted before the third."
 
@@ -32,7 +35,13 @@ REPORT_COLUMNS: Final = 110
 
 WATCH_S: Final = 0.5
 
-model_option = click.option("--model", default=DEFAULT_MODEL, show_default=True, help="A fetched name, file or folder.")
+model_option = click.option(
+    "--model",
+    default=DEFAULT_MODEL,
+    shell_complete=completes("models"),
+    show_default=True,
+    help="A fetched name, file or folder.",
+)
 threads_option = click.option(
     "--threads-per-node",
     type=click.IntRange(min=1),
@@ -41,7 +50,7 @@ threads_option = click.option(
 )
 
 
-@click.command()
+@click.command(epilog="Example: kvferry up --nodes 3")
 @click.option("--nodes", "n_nodes", type=click.IntRange(min=1, max=64), default=3, show_default=True)
 @model_option
 @click.option(
@@ -89,17 +98,18 @@ def drill() -> None:
     """Break a real cluster and judge what happened."""
 
 
-@drill.command("list")
-def list_drills() -> None:
+@drill.command("list", epilog="Example: kvferry drill list")
+@json_option
+def list_drills(as_json: bool) -> None:
     """List the drills, after undoing what a killed one left behind."""
-    list_scenarios(DEMO)
+    list_scenarios(DEMO, as_json=as_json)
 
 
 drill.add_command(explain)
 drill.add_command(run)
 
 
-@drill.command(help=DEMO)
+@drill.command(help=DEMO, epilog="Example: kvferry drill demo --seed 7")
 @click.option("--seed", type=click.IntRange(min=0), default=None, help="Default: a new one, which is printed.")
 @model_option
 @threads_option
@@ -129,7 +139,7 @@ def demo(seed: int | None, model: str, threads_per_node: int | None, json_file: 
         result = run_demo(options, say)
         print_report(result, console)
         if json_file is not None:
-            json_file.write_text(json.dumps(as_json(result), indent=1) + "\n", encoding="utf-8")
+            json_file.write_text(json.dumps(result_facts(result), indent=1) + "\n", encoding="utf-8")
         if not result.verdict.is_good:
             raise VerdictFailed(f"The conversation was not the same (seed {result.seed}).")
 

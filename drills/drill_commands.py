@@ -25,6 +25,8 @@ from kvferry.drills.runner import Outcome, run_scenario
 from kvferry.drills.scenarios import SCENARIOS, Scenario
 from kvferry.drills.targets.base import Target
 from kvferry.drills.verdict import Ruling
+from kvferry.terminal.completing import completes
+from kvferry.terminal.output import json_option, print_json
 
 BROKEN_EXIT: Final = 1
 IMPOSSIBLE_EXIT: Final = 2
@@ -36,21 +38,28 @@ def say(line: str) -> None:
     click.echo(line, err=True)
 
 
-def list_scenarios(demo: str) -> None:
-    """One line each, after putting right what a drill that was killed left behind."""
+def list_scenarios(demo: str, *, as_json: bool) -> None:
+    """One line each, or JSON, after putting right what a drill that was killed left behind."""
     failures = clean_up_after_others(say)
-    click.echo(f"{'demo':17} {demo}")
-    for scenario in SCENARIOS.values():
-        click.echo(f"{scenario.name:17} {scenario.hypothesis}")
+    told = {"demo": demo} | {scenario.name: scenario.hypothesis for scenario in SCENARIOS.values()}
+    if as_json:
+        print_json([{"name": name, "hypothesis": hypothesis} for name, hypothesis in told.items()])
+    else:
+        for name, hypothesis in told.items():
+            click.echo(f"{name:17} {hypothesis}")
     for failure in failures:
         say(f"could not be undone: {failure}")
 
 
-@click.command()
+@click.command(epilog="Example: kvferry drill explain kill")
 @click.argument("name", type=click.Choice(list(SCENARIOS)))
-def explain(name: str) -> None:
+@json_option
+def explain(name: str, as_json: bool) -> None:
     """Tell what a drill does, what it proves, and what it is held to."""
     scenario = SCENARIOS[name]
+    if as_json:
+        print_json(scenario)
+        return
     click.echo(f"{scenario.name}: {scenario.hypothesis}\n\nWhat it proves: {scenario.proves}\n")
     click.echo(
         f"{scenario.n_conversations} conversations of {scenario.n_turns} turns; {scenario.needs_nodes} nodes or more."
@@ -73,10 +82,16 @@ def explain(name: str) -> None:
         click.echo(f"         files refused at least {limits.refused_files_at_least}")
 
 
-@click.command()
+@click.command(epilog="Example: kvferry drill run kill --json")
 @click.argument("name", type=click.Choice([*SCENARIOS, "all"]))
 @click.option("--target", "where", default="local", show_default=True, help="local, netns or inventory=FILE.")
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Of a cluster made for the drill.")
+@click.option(
+    "--model",
+    default=DEFAULT_MODEL,
+    shell_complete=completes("models"),
+    show_default=True,
+    help="Of a cluster made for the drill.",
+)
 @click.option("--nodes", "n_nodes", type=click.IntRange(2, 16), default=3, show_default=True, help="The same.")
 @click.option("--threads-per-node", type=click.IntRange(min=1), default=None, help="The same. Default: half the CPUs.")
 @click.option(

@@ -17,7 +17,7 @@ def gateway() -> None:
     """The OpenAI HTTP API in front of a coordinator."""
 
 
-@gateway.command()
+@gateway.command(epilog="Example: kvferry gateway run --coordinator 192.0.2.1:7070 --listen 127.0.0.1:8080")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with any of these settings.")
 @click.option(
     "--coordinator", metavar="HOST:PORT[,...]", help="The coordinator, or several.  [default: 127.0.0.1:7070]"

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvferry.telemetry.options import Format, telemetry_options
+from kvferry.terminal.completing import completes
 from kvferry.trust.options import server_options, tls_dir_option
 
 
@@ -17,9 +18,9 @@ def node() -> None:
     """Run a node, or look at one."""
 
 
-@node.command()
+@node.command(epilog="Example: kvferry node run --model smollm2-135m --coordinator 192.0.2.1:7070 --store /mnt/kvferry")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with any of these settings.")
-@click.option("--model", help="Fetched name, GGUF file or folder of the model.")
+@click.option("--model", shell_complete=completes("models"), help="Fetched name, GGUF file or folder of the model.")
 @click.option("--coordinator", help="HOST:PORT of the coordinator (of several: with commas); none: serve alone.")
 @click.option("--store", metavar="PLACE", help="Folder of the snapshot store, or s3://BUCKET/PREFIX.")
 @click.option(
@@ -90,7 +91,7 @@ def run(config_file: Path | None, log_format: Format | None, otlp: str | None, *
     sys.exit(asyncio.run(serve()))
 
 
-@node.command()
+@node.command(epilog="Example: kvferry node status 192.0.2.11:7071")
 @click.argument("address")
 @tls_dir_option
 @click.option("--json", "is_json", is_flag=True, help="For programs.")

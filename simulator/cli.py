@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from kvferry.terminal.output import json_option, print_json
+
 
 class Quantity(click.FloatRange):
     """A number within bounds; what is no number is within none."""
@@ -26,7 +28,7 @@ TOKENS_PER_S = Quantity(0.01, 1e9)
 BYTES_PER_S = Quantity(1e3, 1e15)
 
 
-@click.command()
+@click.command(epilog="Example: kvferry simulate --nodes 12 --trace agents --compare")
 @click.option("--nodes", default=8, show_default=True, type=click.IntRange(1, 100_000), help="Boards.")
 @click.option("--sessions", default=200, show_default=True, type=click.IntRange(1), help="Sessions, if they are drawn.")
 @click.option(
@@ -54,10 +56,11 @@ BYTES_PER_S = Quantity(1e3, 1e15)
     "--spread", default=1.5, show_default=True, type=Quantity(1, 100), help="The fastest board over the slowest."
 )
 @click.option("--compare", is_flag=True, help="The same trace under the rules that others use as well.")
+@json_option
 def simulate(
     nodes: int, sessions: int, trace: str, rate: float, seed: int, prefill: float | None, decode: float | None,
     read: float | None, row_bytes: int | None, memory_rows: int | None, store_bytes_per_s: float, spread: float,
-    *, compare: bool,
+    *, compare: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Predict time to first token, reuse and bytes moved for a fleet, with the coordinator's own routing."""
     from kvferry.simulator.fleet_model import BOARD_2B
@@ -77,11 +80,36 @@ def simulate(
         plan = read_trace(Path(trace))
     else:
         raise click.BadParameter(f"{trace} is neither a file nor one of {', '.join(KINDS)}", param_hint="--trace")
-    click.echo(f"{nodes} boards, {len(plan)} sessions, {sum(len(s.turns) for s in plan)} turns")
+    n_turns = sum(len(s.turns) for s in plan)
+    if not as_json:
+        click.echo(f"{nodes} boards, {len(plan)} sessions, {n_turns} turns")
+    outcomes = []
     for name in RULES if compare else ["predicted"]:
         began = time.perf_counter()
         outcome = Planner(fleet, plan, RULES[name](), seed).run()
-        click.echo(outcome_text(name, outcome, time.perf_counter() - began))
+        took_s = time.perf_counter() - began
+        outcomes.append(outcome_facts(name, outcome, took_s))
+        if not as_json:
+            click.echo(outcome_text(name, outcome, took_s))
+    if as_json:
+        print_json({"n_boards": nodes, "n_sessions": len(plan), "n_turns": n_turns, "rules": outcomes})
+
+
+def outcome_facts(rule: str, outcome: Any, took_s: float) -> dict[str, Any]:
+    """For a program."""
+    return {
+        "rule": rule,
+        "first_token_seconds": {"mean": outcome.mean_s, **{f"p{p}": outcome.percentile_s(p) for p in (50, 90, 99)}},
+        "n_tokens": outcome.n_tokens,
+        "n_resident": outcome.n_resident,
+        "n_restored": outcome.n_restored,
+        "n_computed": outcome.n_computed,
+        "n_bytes_read": outcome.n_bytes_read,
+        "n_switches": outcome.n_switches,
+        "span_seconds": outcome.span_s,
+        "prediction_error": outcome.prediction_error if rule == "predicted" else None,
+        "simulated_in_seconds": took_s,
+    }
 
 
 def outcome_text(rule: str, outcome: Any, took_s: float) -> str:
@@ -107,17 +135,32 @@ def outcome_text(rule: str, outcome: Any, took_s: float) -> str:
     return "\n".join(lines)
 
 
-@click.command()
+@click.command(epilog="Example: kvferry storm --seeds 100")
 @click.option("--seeds", default=1_000, show_default=True, type=click.IntRange(1), help="How many storms.")
 @click.option("--first", default=0, show_default=True, help="The first seed.")
 @click.option("--processes", default=1, show_default=True, type=click.IntRange(1), help="Side by side.")
-def storm(seeds: int, first: int, processes: int) -> None:
+@json_option
+def storm(seeds: int, first: int, processes: int, as_json: bool) -> None:
     """Break simulated clusters in every way, and check that no token is lost, doubled or another one."""
     from kvferry.simulator.storm import run_seeds
 
     began = time.perf_counter()
     tally = run_seeds(range(first, first + seeds), processes)
     took_s = time.perf_counter() - began
+    if as_json:
+        violations = [{"seed": verdict.seed, "problems": list(verdict.problems)} for verdict in tally.failed]
+        print_json(
+            {
+                "n_storms": tally.n_seeds,
+                "virtual_seconds": tally.virtual_s,
+                "n_tokens": tally.n_tokens,
+                "seconds": took_s,
+                "sometimes": tally.sometimes,
+                "never": list(tally.never),
+                "violations": violations,
+            }
+        )
+        raise SystemExit(1 if tally.failed else 0)
     click.echo(
         f"{tally.n_seeds} storms, {tally.virtual_s / 3600:.1f} hours of clusters, {tally.n_tokens} tokens read, "
         f"in {took_s:.0f} s"

@@ -36,6 +36,7 @@ from kvferry.client.sdk import (
     ToolCall,
     Turn,
 )
+from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option
 
 HELP_TEXT = (
@@ -44,9 +45,15 @@ HELP_TEXT = (
 )
 
 
-@click.command()
+@click.command(epilog="Example: kvferry chat -m 'Tell me of a ferry.' --max-tokens 100")
 @coordinator_option
-@click.option("--session", "session_id", default=None, help="Go on with this session, or give a new one this name.")
+@click.option(
+    "--session",
+    "session_id",
+    default=None,
+    shell_complete=completes("sessions"),
+    help="Go on with this session, or give a new one this name.",
+)
 @click.option("--tenant", default="", help="Whose session a new one is: tenants do not share what is computed.")
 @click.option("--model", default=None, help="Of a new session; see kvferry status. [default: the coordinator's first]")
 @click.option("--message", "-m", "texts", multiple=True, help="Say this and exit (may be repeated).")

@@ -12,7 +12,7 @@ from kvferry.terminal.output import json_option, print_json, print_table
 from kvferry.terminal.units import bytes_text, duration_text
 
 
-@click.command()
+@click.command(epilog="Example: kvferry nodes --coordinator 192.0.2.1:7070")
 @coordinator_option
 @json_option
 def nodes(coordinator: str, as_json: bool) -> None:
@@ -25,7 +25,7 @@ def nodes(coordinator: str, as_json: bool) -> None:
         _print_nodes(found)
 
 
-@click.command()
+@click.command(epilog="Example: kvferry status --json")
 @coordinator_option
 @json_option
 def status(coordinator: str, as_json: bool) -> None:

@@ -6,11 +6,19 @@ import click
 
 from kvferry.client.commands.options import connect, coordinator_option
 from kvferry.client.sdk import Candidate, Placed
+from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option, print_json, print_table
 
 
-@click.command()
-@click.option("--explain", "session_id", required=True, metavar="SESSION", help="The conversation to explain.")
+@click.command(epilog="Example: kvferry route --explain SESSION")
+@click.option(
+    "--explain",
+    "session_id",
+    required=True,
+    shell_complete=completes("sessions"),
+    metavar="SESSION",
+    help="The conversation to explain.",
+)
 @click.option("--turn", "turn_id", default=None, metavar="TURN", help="One turn only. [default: all]")
 @coordinator_option
 @json_option

@@ -9,6 +9,7 @@ import click
 from kvferry.client.commands.options import connect, coordinator_option
 from kvferry.client.commands.transfer import export_session, import_session
 from kvferry.client.sdk import SessionInfo
+from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option, print_json, print_table
 
 
@@ -21,7 +22,7 @@ sessions.add_command(export_session)
 sessions.add_command(import_session)
 
 
-@sessions.command("list")
+@sessions.command("list", epilog="Example: kvferry sessions list --limit 5 --json")
 @coordinator_option
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="At most this many.")
 @json_option
@@ -35,8 +36,8 @@ def list_sessions(coordinator: str, limit: int, as_json: bool) -> None:
         print_sessions(found)
 
 
-@sessions.command()
-@click.argument("session_id")
+@sessions.command(epilog="Example: kvferry sessions show SESSION")
+@click.argument("session_id", shell_complete=completes("sessions"))
 @coordinator_option
 @json_option
 def show(session_id: str, coordinator: str, as_json: bool) -> None:
@@ -59,8 +60,8 @@ def show(session_id: str, coordinator: str, as_json: bool) -> None:
         click.echo(f"\n[assistant, {turn.n_answer_tokens} tokens, {nodes}, {turn.state.value}] {turn.answer}")
 
 
-@sessions.command()
-@click.argument("session_id")
+@sessions.command(epilog="Example: kvferry sessions fork SESSION")
+@click.argument("session_id", shell_complete=completes("sessions"))
 @coordinator_option
 @click.option("--turns", type=click.IntRange(min=0), default=None, help="Keep the first N turns only.")
 @click.option(
@@ -83,8 +84,8 @@ def fork(
         click.echo(forked.id)
 
 
-@sessions.command()
-@click.argument("session_id")
+@sessions.command(epilog="Example: kvferry sessions delete SESSION")
+@click.argument("session_id", shell_complete=completes("sessions"))
 @coordinator_option
 @json_option
 def delete(session_id: str, coordinator: str, as_json: bool) -> None:

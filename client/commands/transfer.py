@@ -10,14 +10,15 @@ from kvferry.client.commands.options import connect, coordinator_option
 from kvferry.client.errors import InvalidRequest
 from kvferry.client.sdk import ExportedSession
 from kvferry.client.session_file import SessionFile, read_session_file, write_session_file
+from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option, print_json
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 store_option = click.option("--store", metavar="DIR", help="The cluster's snapshot folder, for the rows.")
 
 
-@click.command("export")
-@click.argument("session_id")
+@click.command("export", epilog="Example: kvferry sessions export SESSION trip.session --rows --store /mnt/kvferry")
+@click.argument("session_id", shell_complete=completes("sessions"))
 @click.argument("file", type=_FILE)
 @coordinator_option
 @click.option("--rows", is_flag=True, help="Its snapshots as well, which can be large; needs --store.")
@@ -59,7 +60,7 @@ def export_session(
         click.echo(f"{file}: session {session_id}, {len(session.token_ids)} tokens, {n_rows} files of rows")
 
 
-@click.command("import")
+@click.command("import", epilog="Example: kvferry sessions import trip.session")
 @click.argument("file", type=_FILE)
 @coordinator_option
 @click.option("--name", default=None, help="Of the session here. [default: as it was]")

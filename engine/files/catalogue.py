@@ -99,6 +99,11 @@ def all_records() -> list[ModelRecord]:
     return sorted((record for record in found if record is not None), key=lambda record: record.name)
 
 
+def model_names(_: object = None) -> list[str]:
+    """All that can be named without a path: what was fetched, and what is known."""
+    return [*KNOWN_MODELS, *(record.name for record in all_records())]
+
+
 def record_as_json(record: ModelRecord) -> bytes:
     """The record's file. The path is kept relative, so a cache can be moved or copied to another board."""
     body = {

@@ -54,7 +54,7 @@ class Problem:
         return {"file": str(self.path), "problem": self.problem, "repaired": self.repaired, **where}
 
 
-@click.command()
+@click.command(epilog="Example: kvferry kv fsck /mnt/kvferry --repair")
 @store_argument
 @click.option("--repair", is_flag=True, help="Quarantine what is damaged; save again what is good before it.")
 @click.option("--quick", is_flag=True, help="Heads, ids and chains only: do not read the rows.")
@@ -85,7 +85,7 @@ def fsck(store: OpenStore, repair: bool, quick: bool, as_json: bool) -> None:
     _finish(store, interrupted=interrupted, bad=any(problem.problem != ORPHAN for problem in found))
 
 
-@click.command()
+@click.command(epilog="Example: kvferry kv scrub /mnt/kvferry --rate 20")
 @store_argument
 @click.option("--rate", default=0.0, metavar="MB/S", type=click.FloatRange(min=0), help="Read no faster; 0: no limit.")
 @json_option

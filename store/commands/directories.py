@@ -33,7 +33,7 @@ class _Line:
     status: str
 
 
-@click.command()
+@click.command(epilog="Example: kvferry kv ls /mnt/kvferry --json")
 @store_argument
 @model_options
 @json_option
@@ -90,7 +90,7 @@ def _line(view: FileView, token_ids: TokenIds | None) -> _Line:
     return _Line(view.path, view.n_bytes, view.mtime_s, token_ids, said)
 
 
-@click.command()
+@click.command(epilog="Example: kvferry kv lcp /mnt/kvferry --tokens 1,2,3")
 @store_argument
 @click.option(
     "--tokens",

@@ -21,7 +21,9 @@ from kvferry.terminal.output import json_option, print_json
 EXIT_DIFFERENT = 3
 
 
-@click.command()
+@click.command(
+    epilog="Example: kvferry kv convert kv_0123456789abcdef.kv --to 3 --output converted --fingerprint FINGERPRINT"
+)
 @click.argument("file", type=FILE)
 @click.option("--to", "version", required=True, type=click.IntRange(1, 3), help="1: float32; 2: q8; 3: segments.")
 @click.option("--output", required=True, type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder.")
@@ -83,7 +85,7 @@ class _Told:
         self._told(sum(plane.nbytes for plane in planes))
 
 
-@click.command()
+@click.command(epilog="Example: kvferry kv diff left.kv right.kv")
 @click.argument("left", type=FILE)
 @click.argument("right", type=FILE)
 @key_options

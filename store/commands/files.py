@@ -36,7 +36,7 @@ from kvferry.terminal.output import console, json_option, print_json
 _FILE = click.argument("file", type=FILE)
 
 
-@click.command()
+@click.command(epilog="Example: kvferry kv inspect kv_0123456789abcdef.kv")
 @_FILE
 @model_options
 @key_options
@@ -108,7 +108,7 @@ class _NonFiniteCounter:
         self._on_read(sum(column.nbytes for column in (k, v, k_scale, v_scale)))
 
 
-@click.command()
+@click.command(epilog="Example: kvferry kv verify kv_0123456789abcdef.kv")
 @_FILE
 @model_options
 @key_options
@@ -152,7 +152,7 @@ def _read_through(file: Path, terms: Terms, *, quiet: bool) -> tuple[int, int]:
         return snapshot.n_tokens, counter.n_not_finite
 
 
-@click.command()
+@click.command(epilog="Example: kvferry kv dump kv_0123456789abcdef.kv --output rows.safetensors")
 @_FILE
 @click.option(
     "--output", required=True, type=click.Path(path_type=Path), metavar="ROWS.safetensors", help="File to write."

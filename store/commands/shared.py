@@ -32,6 +32,7 @@ from kvferry.store.names import digest_in_folder
 from kvferry.store.place import StorePlace
 from kvferry.store.seals import Seal
 from kvferry.store.segment_file import Terms
+from kvferry.terminal.completing import completes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -49,7 +50,11 @@ def model_options(command: Command) -> Command:
             metavar="L,NKV,HD[,BS]",
             help="Layers, KV heads, head dimension, block size (32) to compare with.",
         ),
-        click.option("--model", help="Model folder, GGUF file or fetched name to compare with."),
+        click.option(
+            "--model",
+            shell_complete=completes("models"),
+            help="Model folder, GGUF file or fetched name to compare with.",
+        ),
     ):
         command = option(command)
     return command

@@ -16,7 +16,7 @@ from kvferry.store.folder import FileView, Folder
 from kvferry.terminal.output import console, json_option, print_json
 
 
-@click.command()
+@click.command(epilog="Example: kvferry kv gc /mnt/kvferry")
 @store_argument
 @click.option("--quarantine", is_flag=True, help="Empty the quarantine as well.")
 @json_option
@@ -57,7 +57,7 @@ def _remove_old_orphans(folder: Folder, directory: StoreDirectory) -> int:
     return len(old)
 
 
-@click.command()
+@click.command(epilog="Example: kvferry kv du /mnt/kvferry")
 @store_argument
 @json_option
 def du(store: OpenStore, as_json: bool) -> None:

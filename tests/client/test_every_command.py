@@ -1,0 +1,199 @@
+"""What holds for all commands alike: walked over the whole tree, so that a new one is held to it too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvferry.client.cli import SHORT_HELP, kvferry
+from kvferry.client.reference import commands, reference
+
+COMMANDS = dict(commands())
+NAMES = [pytest.param(path, id=" ".join(path)) for path in COMMANDS]
+WITHOUT_JSON = {
+    ("up",), ("node", "run"), ("coordinator", "run"), ("gateway", "run"),  # they serve
+    ("config", "init"), ("completion",), ("score",),  # their output is a file
+}  # fmt: skip
+"""What neither lists nor shows anything."""
+
+
+def kvferry_says(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvferry.client.cli", *arguments],
+        input=stdin, capture_output=True, text=True, timeout=60, check=False, env=os.environ | env,
+    )  # fmt: skip
+
+
+def test_the_documentation_is_made_of_the_commands():
+    written = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    assert written == reference(), "run: python -m kvferry.client.reference > docs/cli.md"
+
+
+def test_the_main_help_tells_every_command():
+    assert {path[0] for path in COMMANDS} <= SHORT_HELP.keys()
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_help_says_what_it_does_and_gives_an_example(path):
+    command = COMMANDS[path]
+    words = f"{command.help or ''}\n{command.epilog or ''}"
+    assert f"Example: kvferry {path[0]}" in words
+    assert len((command.help or "").split()) >= 3
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            assert parameter.help or "--" in parameter.opts[0], parameter.name
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_what_lists_or_shows_has_json(path):
+    has_json = any("--json" in parameter.opts for parameter in COMMANDS[path].params)
+    assert has_json or path in WITHOUT_JSON or path[0] == "bench"
+
+
+GARBAGE = ["-1", "nonsense", "--no-such-option", "/dev/null", "café\udce9", "∞", "9" * 40]
+
+
+SLOW_TO_REFUSE = {"bench", "up", "storm", "simulate", "drill", "doctor", "fleet", "node", "coordinator", "gateway"}
+"""Some garbage means something to them; they are asked below for an option that they do not have."""
+
+
+@pytest.mark.parametrize("path", [name for name in NAMES if name.values[0][0] not in SLOW_TO_REFUSE])
+def test_garbage_never_brings_a_traceback(path, tmp_path, monkeypatch):
+    """As arguments, and as the value of every option."""
+    monkeypatch.setenv("KVFERRY_COORDINATOR", "no address")  # refused at once: nobody waits for it
+    monkeypatch.chdir(tmp_path)
+    command = COMMANDS[path]
+    tries = [[word] for word in GARBAGE] + [[word, word] for word in GARBAGE[:4]]
+    for parameter in command.params:
+        if parameter.param_type_name == "option" and not parameter.is_flag:
+            tries += [[parameter.opts[0], "nonsense"], [parameter.opts[0], ""]]
+    from kvferry.terminal.failures import sentence_of
+
+    for arguments in tries:
+        result = CliRunner().invoke(kvferry, [*path, *arguments], catch_exceptions=True)
+        known = result.exception is None or isinstance(result.exception, SystemExit) or sentence_of(result.exception)
+        assert known, (arguments, result.exception)
+
+
+@pytest.mark.parametrize("path", [name for name in NAMES if name.values[0][0] in SLOW_TO_REFUSE - {"bench"}])
+def test_an_unknown_option_is_wrong_usage(path):
+    assert CliRunner().invoke(kvferry, [*path, "--no-such-option"]).exit_code == 2
+
+
+def test_a_bug_is_one_sentence_and_its_traceback_lies_in_a_file(tmp_path):
+    code = (
+        "import click, kvferry.client.cli as c\n"
+        "def boom(): raise ZeroDivisionError('no words of anybody')\n"
+        "c.LazyGroup.get_command = lambda *_: click.Command('boom', callback=boom)\n"
+        "c.main(['boom'])\n"
+    )
+    run = [sys.executable, "-c", code]
+    env = os.environ | {"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    env.pop("JOURNAL_STREAM", None)
+    said = subprocess.run(run, capture_output=True, text=True, env=env, check=False)
+    assert said.returncode == 70
+    assert said.stderr.startswith("error: this is a bug in kvferry: ZeroDivisionError: no words of anybody. ")
+    assert "Traceback" not in said.stderr
+    (kept,) = tmp_path.rglob("bug-*.txt")
+    assert str(kept) in said.stderr
+    assert "Traceback" in kept.read_text()
+    assert kept.stat().st_mode & 0o77 == 0
+    shown = subprocess.run(run, capture_output=True, text=True, env=env | {"KVFERRY_TRACEBACK": "1"}, check=False)
+    assert "Traceback" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["chatt"], "'chat'"),
+        (["sessions", "lst"], "'list'"),
+        (["nodes", "--jsn"], "'--json'"),
+        (["kv", "fsk"], "'fsck'"),
+    ],
+)
+def test_a_slip_of_the_finger_is_answered_with_what_was_meant(typed, meant):
+    result = CliRunner().invoke(kvferry, typed)
+    assert (result.exit_code, meant in result.output) == (2, True), result.output
+
+
+def test_json_is_one_document_whatever_is_shown():
+    for arguments in (["models", "list"], ["drill", "list"], ["drill", "explain", "kill"]):
+        said = kvferry_says(*arguments, "--json")
+        assert said.returncode == 0, said
+        json.loads(said.stdout)
+
+
+COMPLETE = """
+eval "$(kvferry completion bash)"
+complete_line() {{ COMP_LINE="$1"; read -ra COMP_WORDS <<< "$1"; [[ "$1" == *" " ]] && COMP_WORDS+=("")
+  COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); COMP_POINT=${{#1}}; _kvferry_completion kvferry
+  printf '%s\\n' "${{COMPREPLY[@]}}"; }}
+complete_line '{line}'
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "among"),
+    [
+        ("kvferry se", {"sessions"}),
+        ("kvferry sessions ", {"list", "show"}),
+        ("kvferry nodes --j", {"--json"}),
+        ("kvferry models inspect smol", {"smollm2-135m"}),
+        ("kvferry drill explain fr", {"freeze"}),
+        ("kvferry sessions show my-s", {"my-session"}),
+    ],
+)
+async def test_bash_completes(coordinator, env, tmp_path, line, among):
+    import asyncio
+
+    from kvferry.proto.v1 import chat_pb2
+
+    coordinator.sessions["my-session"] = chat_pb2.Session(session_id="my-session")
+    program = tmp_path / "kvferry"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvferry.client.cli "$@"\n')
+    program.chmod(0o755)
+    process = await asyncio.create_subprocess_exec(
+        "bash", "--norc", "-c", COMPLETE.format(line=line),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env=os.environ | env | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    out, err = await asyncio.wait_for(process.communicate(), 30)
+    assert among <= set(out.decode().split()), (out, err)
+    assert err == b""
+
+
+def test_completing_is_silent_when_the_coordinator_is_away():
+    said = kvferry_says(
+        _KVFERRY_COMPLETE="bash_complete", COMP_WORDS="kvferry sessions show ", COMP_CWORD="3",
+        KVFERRY_COORDINATOR="127.0.0.1:1",
+    )  # fmt: skip
+    assert (said.returncode, said.stdout.strip(), said.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_too(shell):
+    said = kvferry_says("completion", shell)
+    assert (said.returncode, "_KVFERRY_COMPLETE" in said.stdout) == (0, True)
+
+
+def test_no_color_is_honoured_on_terminals():
+    import pty
+
+    def of_a_terminal(**env: str) -> bytes:
+        ours, its = pty.openpty()
+        command = [sys.executable, "-m", "kvferry.client.cli", "chat", "-m", "x", "--patience", "0.2"]
+        env["KVFERRY_COORDINATOR"] = "127.0.0.1:1"  # that it is away is told in a dim colour
+        subprocess.run(command, stdout=its, stderr=its, env=os.environ | env, timeout=60, check=False)
+        os.close(its)
+        said = os.read(ours, 65536)
+        os.close(ours)
+        return said
+
+    assert b"\x1b[2m" in of_a_terminal()
+    assert b"\x1b[2m" not in of_a_terminal(NO_COLOR="1")
