@@ -97,8 +97,9 @@ def kvferry() -> None:
 
     Exit codes: 0 done, 1 a sentence says what is wrong, 2 wrong usage; docs/cli.md lists the others.
     """
-    if os.environ.get("NO_COLOR"):
-        click.get_current_context().color = False
+    from kvferry.terminal.output import colour
+
+    click.get_current_context().color = colour()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -188,7 +188,7 @@ class CoordinatorSettings(Settings):
     reflection: bool | None = setting(
         None,
         what="tell anybody what can be called",
-        why="not set, it is told in plaintext on the loopback only: of use to developers, and to those who look for a way in",
+        why="not set, it is told in plaintext on the loopback only: of use to developers, and to attackers",
         example=False,
     )
     tokens: Path | None = setting(

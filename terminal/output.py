@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -38,6 +39,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return str(value) if isinstance(value, Path) else dataclasses.asdict(value)
+
+
+def colour() -> bool | None:
+    """For click's `color=` where there may be no context, as in other threads: None leaves it to the terminal."""
+    return False if os.environ.get("NO_COLOR") else None
 
 
 def console(*, err: bool = False) -> Console:
