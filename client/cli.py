@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -107,6 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     An error of ours becomes one sentence; anything else is a bug, ends with 70, and leaves its traceback in a file.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files are bytes, and printed as they are
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of its C++ lines reaches us as errors
     try:
         result = kvferry.main(args=arguments, prog_name="kvferry", standalone_mode=False)

@@ -41,7 +41,7 @@ def certs() -> None:
     """Be a private certificate authority: who is who in the fleet."""
 
 
-@certs.command()
+@certs.command(epilog="Example: kvferry certs init ca")
 @click.argument("authority", type=FOLDER)
 @click.option("--name", default="kvferry fleet", show_default=True, help="What certificates say who signed them.")
 @click.option("--days", type=int, default=3650, show_default=True, help="How long the authority itself is valid.")
@@ -53,7 +53,9 @@ def init(authority: Path, name: str, days: int) -> None:
     click.echo(f"{authority} signs certificates now; its key is {authority / 'ca.key.pem'}")
 
 
-@certs.command()
+@certs.command(
+    epilog="Example: kvferry certs issue ca --identity board-1 --role node --address 192.0.2.11 --out /etc/kvferry/tls"
+)
 @click.argument("authority", type=FOLDER)
 @_holder_options
 @days_option
@@ -70,7 +72,7 @@ def issue(authority: Path, name: str, role: str, addresses: tuple[str, ...], day
     click.echo(f"{out} is {identity}, until {identity.not_after:%Y-%m-%d}")
 
 
-@certs.command()
+@certs.command(epilog="Example: kvferry certs renew ca /etc/kvferry/tls")
 @click.argument("authority", type=FOLDER)
 @click.argument("tls_dirs", type=FOLDER, nargs=-1, required=True)
 @days_option
@@ -84,7 +86,9 @@ def renew(authority: Path, tls_dirs: tuple[Path, ...], days: int) -> None:
         click.echo(f"{folder} is {identity}, until {identity.not_after:%Y-%m-%d}")
 
 
-@certs.command()
+@certs.command(
+    epilog="Example: kvferry certs request /etc/kvferry/tls --identity board-1 --role node --address 192.0.2.11"
+)
 @click.argument("tls_dir", type=FOLDER)
 @_holder_options
 def request(tls_dir: Path, name: str, role: str, addresses: tuple[str, ...]) -> None:
@@ -95,7 +99,7 @@ def request(tls_dir: Path, name: str, role: str, addresses: tuple[str, ...]) -> 
     click.echo(str(handing_out.make_request(tls_dir, name, Role(role), addresses)))
 
 
-@certs.command()
+@certs.command(epilog="Example: kvferry certs sign ca request.pem --identity board-1 --role node --out cert.pem")
 @click.argument("authority", type=FOLDER)
 @click.argument("request_file", type=FILE)
 @_holder_options
@@ -119,7 +123,7 @@ def sign(
     click.echo(f"{out} is {role} {name}")
 
 
-@certs.command()
+@certs.command(epilog="Example: kvferry certs install /etc/kvferry/tls --cert cert.pem --ca ca.pem")
 @click.argument("tls_dir", type=FOLDER)
 @click.option("--cert", "certificate", type=FILE, required=True, help="What the authority signed.")
 @click.option("--ca", type=FILE, required=True, help="The authority's ca.pem.")
@@ -132,7 +136,7 @@ def install(tls_dir: Path, certificate: Path, ca: Path, revoked: Path | None) ->
     click.echo(f"{tls_dir} is {identity}, until {identity.not_after:%Y-%m-%d}")
 
 
-@certs.command()
+@certs.command(epilog="Example: kvferry certs revoke ca board-1")
 @click.argument("authority", type=FOLDER)
 @click.argument("identity", required=False)
 @click.option("--serial", help="One certificate only, as kvferry certs show prints it.")
@@ -155,7 +159,7 @@ def revoke(authority: Path, identity: str | None, serial: str | None, tls_dirs: 
     click.echo(f"copy {authority / 'revoked.pem'} into every --tls-dir of the fleet")
 
 
-@certs.command("renew-authority")
+@certs.command("renew-authority", epilog="Example: kvferry certs renew-authority ca")
 @click.argument("authority", type=FOLDER)
 @click.option("--days", type=int, default=3650, show_default=True, help="How long it is valid.")
 def renew_authority(authority: Path, days: int) -> None:
@@ -169,7 +173,7 @@ def renew_authority(authority: Path, days: int) -> None:
     )
 
 
-@certs.command("forget-old")
+@certs.command("forget-old", epilog="Example: kvferry certs forget-old ca")
 @click.argument("authority", type=FOLDER)
 def forget_old(authority: Path) -> None:
     """Trust only what the present key has signed."""
@@ -179,7 +183,7 @@ def forget_old(authority: Path) -> None:
     click.echo(f"copy {authority / 'ca.pem'} into every --tls-dir")
 
 
-@certs.command()
+@certs.command(epilog="Example: kvferry certs show /etc/kvferry/tls")
 @click.argument("places", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(places: tuple[Path, ...], as_json: bool) -> None:
@@ -204,7 +208,7 @@ file_option = click.option(
 )  # fmt: skip
 
 
-@tokens.command()
+@tokens.command(epilog="Example: kvferry tokens add --file /etc/kvferry/tokens --tenant acme --days 90")
 @file_option
 @click.option("--tenant", required=True, help="Whose sessions it makes and sees.")
 @click.option("--requests-per-minute", type=int, help="Turns begun in a minute. [default: no limit]")
@@ -219,7 +223,7 @@ def add(path: Path, **terms: Any) -> None:
     click.echo(text)
 
 
-@tokens.command("list")
+@tokens.command("list", epilog="Example: kvferry tokens list --file /etc/kvferry/tokens")
 @file_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_tokens(path: Path, as_json: bool) -> None:
@@ -234,7 +238,7 @@ def list_tokens(path: Path, as_json: bool) -> None:
         print_tokens(found)
 
 
-@tokens.command("revoke")
+@tokens.command("revoke", epilog="Example: kvferry tokens revoke --file /etc/kvferry/tokens TOKEN_ID")
 @file_option
 @click.argument("token_id")
 def revoke_token(path: Path, token_id: str) -> None:

@@ -35,9 +35,9 @@ def completion(context: click.Context, shell: str) -> None:
 
 def session_ids(context: click.Context) -> Iterable[str]:
     """Of the coordinator that the command line, or the environment, names."""
-    from kvferry.client.sdk import Client
+    from kvferry.client.commands.options import connect
     from kvferry.client.sdk.aio import DEFAULT_ADDRESS
 
     address = context.params.get("coordinator") or os.environ.get("KVFERRY_COORDINATOR") or DEFAULT_ADDRESS
-    with Client(address, patience_s=0) as client:
+    with context.scope(cleanup=False), connect(address, patience_s=0) as client:
         return [session.session_id for session in client.list_sessions(limit=_MOST)]

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import click
 from rich.live import Live
 
-from kvferry.client.commands.options import coordinator_option
-from kvferry.client.sdk import Client
+from kvferry.client.commands.options import connect, coordinator_option
 from kvferry.client.top.picture import Picture
 from kvferry.client.top.view import view
 from kvferry.client.top.watch import Watch
@@ -40,7 +39,7 @@ def top(coordinator: str, interval: float, once: bool, as_json: bool) -> None:
     A coordinator that goes away is told, and waited for. With --json each refresh is one line. It reads along in the
     turns that run, and shows no word of them.
     """
-    with Client(coordinator, patience_s=0) as client:
+    with connect(coordinator, patience_s=0) as client:
         watch = Watch(client, coordinator)
         if once:
             watch.look()
