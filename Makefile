@@ -56,6 +56,7 @@ lint: $(VENV)/.dev ## format, lint, types, import contracts, the wire contract
 	$(BIN)/mypy -p kvferry
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
+	$(BIN)/buf breaking --against tests/proto/released/*.binpb
 	$(BIN)/python -m kvferry.proto.generate --check
 
 format: $(VENV)/.dev ## format and fix what can be fixed

@@ -18,6 +18,7 @@ from kvferry.engine.cores import choose_cores, pinned_to
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
 from kvferry.engine.errors import UnsupportedArchitecture
 from kvferry.engine.files.resolve import resolve_model
+from kvferry.engine.kernels.compile_cache import n_damaged
 from kvferry.engine.kv_cache import KvKind, KvSequence
 from kvferry.engine.pacing import StepPacer
 from kvferry.engine.sampling import warm_up
@@ -47,6 +48,7 @@ from kvferry.store.payload import Kind, row_bytes
 from kvferry.store.pins import Pins
 from kvferry.store.snapshot_store import SnapshotStore
 from kvferry.store.write_budget import WriteBudget
+from kvferry.telemetry import events
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,8 @@ def load_serving(
     begins("tests itself on golden bits, and runs its kernels once")
     self_test(config.n_threads)
     _warm_up(engine)
+    for _ in range(n_damaged()):
+        events.count("compile_cache_healed")
     speculator, draft = make_speculator(config, engine)
     threads: list[EngineThread] = []
     io = None

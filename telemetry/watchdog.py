@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
+from kvferry.telemetry import events
 from kvferry.telemetry.service_manager import ServiceManager
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Watchdog:
         if trouble:
             log.error("%s; no sign of life is given until it goes on", trouble)
             self._manager.hanging(trouble)
+            events.count("watchdog_missed")
         else:
             log.warning("what hung goes on")
         self._trouble = trouble

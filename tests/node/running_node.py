@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -147,7 +147,12 @@ def node_command(model: Path, *flags: str) -> list[str]:
 
 @contextlib.contextmanager
 def running_node(
-    folder: Path, model: Path, *flags: str, program: Sequence[str] | None = None, wait: bool = True
+    folder: Path,
+    model: Path,
+    *flags: str,
+    program: Sequence[str] | None = None,
+    wait: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningNode]:
     """Start a node, wait until it serves, and kill it at the end."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +162,7 @@ def running_node(
     if program is not None:
         command[: len(KVFERRY)] = program
     with log_path.open("w") as log:
-        env = os.environ | {"KVFERRY_TEST_SABOTAGE": str(orders)}
+        env = os.environ | {"KVFERRY_TEST_SABOTAGE": str(orders)} | (environment or {})
         process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=env)
     try:
         deadline = time.monotonic() + START_SECONDS

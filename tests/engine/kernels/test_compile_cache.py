@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,16 @@ import pytest
 from kvferry.engine.kernels import compile_cache
 from kvferry.engine.kernels.compile_cache import CompileCache
 from kvferry.engine.kernels.instruction_sets import choose_instruction_set
+
+FILES = {"module/f.nbi": b"index", "module/f.1.nbc": b"machine code", "module/f.2.nbc": b"more machine code"}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "emptied": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+    "another user's": lambda path: os.chown(path, 12345, -1) if os.geteuid() == 0 else pytest.skip("only root may"),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
 
 
 @pytest.fixture
@@ -35,25 +47,83 @@ def test_a_published_folder_is_used_by_the_next_process(root):
     assert second.folder == first.folder
 
 
-@pytest.mark.parametrize("damage", [b"", b"machine cod", b"machine code!", b"Machine code"])
-def test_a_torn_or_flipped_file_is_never_loaded(root, damage):
-    first = published(root)
-    (first.folder / "module" / "f.1.nbc").write_bytes(damage)
-    second = CompileCache(root, "key")
-    assert not second.is_warm
-    assert second.folder != first.folder
+@pytest.fixture
+def child(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """This process plays the parent as well: its child compiles what is missing. How many files each one compiled."""
+    n_compiled: list[int] = []
+
+    def run(*_: object, **__: object) -> None:
+        monkeypatch.setenv("KVFERRY_COMPILING_CHILD", "1")
+        cache = CompileCache(root, "key")
+        missing = [name for name in FILES if not (cache.folder / name).exists()]
+        for name in missing:
+            (cache.folder / name).parent.mkdir(exist_ok=True)
+            (cache.folder / name).write_bytes(FILES[name])
+        n_compiled.append(len(missing))
+        cache.publish()
+        monkeypatch.delenv("KVFERRY_COMPILING_CHILD")
+
+    monkeypatch.delenv("KVFERRY_COMPILING_CHILD")
+    monkeypatch.setattr(compile_cache.subprocess, "run", run)
+    return n_compiled
 
 
-@pytest.mark.parametrize("manifest", [b"", b"{", b"[]", b'{"folder": 3, "files": {}}', b'{"folder": "x"}', b"\xff"])
-def test_a_damaged_manifest_means_a_cold_start(root, manifest):
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("target", ["index", "code", "manifest"])
+def test_what_is_damaged_is_made_anew_and_nothing_else(root, child, target, damage, caplog):
+    first = CompileCache(root, "key")
+    path = {
+        "index": first.folder / "module/f.nbi",
+        "code": first.folder / "module/f.1.nbc",
+        "manifest": root / "key.json",
+    }
+    DAMAGES[damage](path[target])
+    n_before = compile_cache.n_damaged()
+
+    healed = CompileCache(root, "key")
+    assert healed.is_warm
+    assert healed.folder != first.folder
+    assert {name: (healed.folder / name).read_bytes() for name in FILES} == FILES
+    assert child == [3, 3 if target == "manifest" else 1]
+    assert compile_cache.n_damaged() == n_before + 1
+    assert "were damaged and are made anew" in caplog.text
+    assert CompileCache(root, "key").folder == healed.folder
+    assert compile_cache.n_damaged() == n_before + 1
+
+
+@pytest.mark.parametrize("manifest", [b"[]", b'{"folder": 3, "files": {}}', b'{"folder": "x"}', b"\xff"])
+def test_a_manifest_that_says_something_else_means_a_cold_start(root, manifest):
     published(root)
     (root / "key.json").write_bytes(manifest)
     assert not CompileCache(root, "key").is_warm
 
 
-def test_a_missing_file_means_a_cold_start(root):
-    (published(root).folder / "module" / "f.nbi").unlink()
-    assert not CompileCache(root, "key").is_warm
+def test_a_folder_that_others_may_write_is_not_believed(root, child):
+    """What is loaded from it is run: not even what its manifest says counts."""
+    CompileCache(root, "key")
+    root.chmod(0o777)
+    healed = CompileCache(root, "key")
+    assert healed.is_warm
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert child == [3, 3]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_another_users_folder_is_neither_used_nor_written(root, child):
+    first = CompileCache(root, "key")
+    os.chown(root, 12345, -1)
+    alone = CompileCache(root, "key")
+    assert not alone.is_warm
+    assert alone.damage
+    assert not alone.folder.is_relative_to(root)
+    alone.publish()
+    assert sorted(path.name for path in root.iterdir()) == sorted([first.folder.name, "key.json", "key.lock"])
+
+
+def test_another_keys_damage_does_not_matter(root, child):
+    root.mkdir()
+    (root / "another.json").write_bytes(b"{")
+    assert CompileCache(root, "key").is_warm
 
 
 def test_a_manifest_cannot_name_a_folder_elsewhere(root, tmp_path):
