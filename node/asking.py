@@ -1,7 +1,9 @@
-"""Asking a node how it is, for a person."""
+"""Asking a node how it is, or to drain, for a person."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, cast
 
@@ -18,21 +20,37 @@ TIMEOUT_SECONDS: Final = 5.0
 
 def ask_status(address: str, tls_dir: Path | None = None) -> worker_pb2.GetNodeStatusResponse:
     """Raises NodeUnreachable, TlsFolderInvalid."""
+    with _asked(address, tls_dir, TIMEOUT_SECONDS) as stub:
+        return stub.GetNodeStatus(worker_pb2.GetNodeStatusRequest(), timeout=TIMEOUT_SECONDS)
+
+
+def ask_to_drain(
+    address: str, timeout_seconds: float, finish_seconds: float, tls_dir: Path | None = None
+) -> worker_pb2.DrainResponse:
+    """Returns when it is drained. Raises NodeUnreachable, TlsFolderInvalid."""
+    request = worker_pb2.DrainRequest(timeout_seconds=timeout_seconds, finish_seconds=finish_seconds)
+    patience = timeout_seconds + finish_seconds + TIMEOUT_SECONDS
+    with _asked(address, tls_dir, patience) as stub:
+        return stub.Drain(request, timeout=patience)
+
+
+@contextlib.contextmanager
+def _asked(address: str, tls_dir: Path | None, patience_seconds: float) -> Iterator[worker_pb2_grpc.WorkerServiceStub]:
+    """The node's service; an error of a call becomes NodeUnreachable."""
     with open_sync_channel(address, open_folder(tls_dir)) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
-            return stub.GetNodeStatus(worker_pb2.GetNodeStatusRequest(), timeout=TIMEOUT_SECONDS)
+            yield worker_pb2_grpc.WorkerServiceStub(channel)
         except grpc.RpcError as error:
             call = cast("grpc.Call", error)  # gRPC raises objects that are both
-            raise NodeUnreachable(f"no node answers at {address}: {_reason(call)}") from error
+            raise NodeUnreachable(f"no node answers at {address}: {_reason(call, patience_seconds)}") from error
 
 
-def _reason(call: grpc.Call) -> str:
+def _reason(call: grpc.Call, patience_seconds: float) -> str:
     """In words of ours where gRPC's are about its own insides."""
     if call.code() is grpc.StatusCode.UNIMPLEMENTED:
         return "what serves there is something else"
     if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"nothing was heard for {TIMEOUT_SECONDS:g} s"
+        return f"nothing was heard for {patience_seconds:g} s"
     if call.code() is grpc.StatusCode.UNAVAILABLE and not dict(call.trailing_metadata() or ()).get(CODE_KEY):
         return "it cannot be reached; look at the address, whether the node runs, and at the certificates (--tls-dir)"
     return call.details() or "no details"

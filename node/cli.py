@@ -102,12 +102,8 @@ def status(address: str, *, tls_dir: Path | None, is_json: bool) -> None:
     from rich.table import Table
 
     from kvferry.node.asking import as_json, as_lines, ask_status
-    from kvferry.proto.address import parse_address
 
-    try:
-        parse_address(address)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="ADDRESS") from error
+    _check_address(address)
     told = ask_status(address, tls_dir)
     if is_json:
         click.echo(as_json(told))
@@ -116,6 +112,33 @@ def status(address: str, *, tls_dir: Path | None, is_json: bool) -> None:
     for name, value in as_lines(told):
         table.add_row(name, value)
     Console().print(table)
+
+
+@node.command(epilog="Example: kvferry node drain 192.0.2.11:7071 --finish 60")
+@click.argument("address")
+@tls_dir_option
+@click.option("--finish", default=0.0, show_default=True, help="Seconds that running answers have to finish there.")
+@click.option("--timeout", default=30.0, show_default=True, help="Seconds for saving its conversations.")
+def drain(address: str, *, tls_dir: Path | None, finish: float, timeout: float) -> None:
+    """Have the node at ADDRESS (HOST:PORT) refuse new turns, move its own and save its conversations.
+
+    It leaves the fleet, and its process waits to be ended or started anew: there is no way back into the fleet before.
+    """
+    _silence_grpc()
+    from kvferry.node.asking import ask_to_drain
+
+    _check_address(address)
+    told = ask_to_drain(address, timeout, finish, tls_dir)
+    click.echo(f"drained: {told.n_sessions_saved} sessions saved, {told.n_turns_moved} turns moved")
+
+
+def _check_address(address: str) -> None:
+    from kvferry.proto.address import parse_address
+
+    try:
+        parse_address(address)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="ADDRESS") from error
 
 
 def _silence_grpc() -> None:

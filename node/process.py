@@ -111,10 +111,13 @@ class Node:
             await self._close()
         return self._exit_code
 
-    async def drain(self, timeout_seconds: float) -> DrainCount:
-        """Refuse new turns, end the running ones, save what is resident, leave the fleet. Again: the same answer."""
+    async def drain(self, timeout_seconds: float, finish_seconds: float = 0.0) -> DrainCount:
+        """Refuse new turns, end the running ones, save what is resident, leave the fleet. Again: the same answer.
+
+        Running turns have `finish_seconds` to finish by themselves, or until the process is told to end.
+        """
         if self._drain is None:
-            self._drain = asyncio.create_task(self._drain_once(timeout_seconds))
+            self._drain = asyncio.create_task(self._drain_once(timeout_seconds, finish_seconds))
         return await asyncio.shield(self._drain)
 
     async def _drain_in_time(self, timeout_seconds: float) -> None:
@@ -122,12 +125,13 @@ class Node:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.drain(timeout_seconds), timeout_seconds + GRACE_SECONDS)
 
-    async def _drain_once(self, timeout_seconds: float) -> DrainCount:
+    async def _drain_once(self, timeout_seconds: float, finish_seconds: float) -> DrainCount:
         engine = self._state.ready().engine
         self._state.fence.draining = True
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._memberships is not None:
             self._memberships.beat_now()
+        await self._let_turns_finish(finish_seconds)
         reply: Reply[DrainCount] = Reply()
         n_turns = self._state.n_turns
         engine.send(Drain(Draining("this node is being drained; the turn goes on elsewhere"), reply))
@@ -139,6 +143,13 @@ class Node:
         await self._leave()
         log.info("drained: %d sessions saved, %d turns moved", count.n_sessions_saved, count.n_turns_moved)
         return count
+
+    async def _let_turns_finish(self, seconds: float) -> None:
+        if seconds > 0:
+            waits = [asyncio.create_task(event.wait()) for event in (self._state.idle, self._stop)]
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
 
     async def _listen(self) -> str:
         """Take the port first: a wrong address must not cost loading a model."""

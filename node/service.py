@@ -59,8 +59,8 @@ MAX_DRAIN_SECONDS: Final = 3600.0
 class Drainer(Protocol):
     """Whoever can drain the node."""
 
-    async def drain(self, timeout_seconds: float) -> DrainCount:
-        """Refuse new turns, end the running ones, save what is resident, leave the fleet."""
+    async def drain(self, timeout_seconds: float, finish_seconds: float) -> DrainCount:
+        """Refuse new turns, let the running ones finish, end the others, save what is resident, leave the fleet."""
 
 
 async def _abort(context: Context, error: Exception) -> None:
@@ -210,7 +210,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         timeout_seconds = request.timeout_seconds or self._state.config.drain_timeout_seconds
         if not 0 < timeout_seconds <= MAX_DRAIN_SECONDS:
             raise InvalidRequest(f"timeout_seconds is {timeout_seconds}, it must lie in (0, {MAX_DRAIN_SECONDS:g}]")
-        count = await self._drainer.drain(timeout_seconds)
+        finish_seconds = request.finish_seconds
+        if not 0 <= finish_seconds <= MAX_DRAIN_SECONDS:
+            raise InvalidRequest(f"finish_seconds is {finish_seconds}, it must lie in [0, {MAX_DRAIN_SECONDS:g}]")
+        count = await self._drainer.drain(timeout_seconds, finish_seconds)
         return worker_pb2.DrainResponse(n_sessions_saved=count.n_sessions_saved, n_turns_moved=count.n_turns_moved)
 
     @_answered

@@ -68,6 +68,12 @@ class Serving:
         return load_message(self.engine.view, self.engine.core.totals, store, now, self.thermometer.hottest(now))
 
 
+def _event_that_is_set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass(slots=True, kw_only=True)
 class NodeState:
     """See the module's description. `serving` is None until the engine has warmed up."""
@@ -77,7 +83,7 @@ class NodeState:
     fence: Fence = field(default_factory=Fence)
     serving: Serving | None = None
     hangs: str = ""  # says what does, if anything; by the watchdog
-    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=_event_that_is_set)  # no turn is open
     loop_lag: LoopLag = field(default_factory=lambda: LoopLag(time.monotonic))
     store_watch: StoreWatch = field(default_factory=StoreWatch)
     refusals: Counter[str] = field(default_factory=lambda: Counter({QueueFull.code: 0}))  # of turns, by code
@@ -112,10 +118,13 @@ class NodeState:
     def open_turn(self, turn: Turn) -> None:
         """Count a turn."""
         self._turns[turn.run_id] = turn
+        self.idle.clear()
 
     def close_turn(self, turn: Turn) -> None:
         """The caller has its end, or is gone."""
         del self._turns[turn.run_id]
+        if not self._turns:
+            self.idle.set()
 
     def running_turns(self) -> list[Turn]:
         """Open turns whose last event has not come."""

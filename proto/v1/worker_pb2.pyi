@@ -413,15 +413,20 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    FINISH_SECONDS_FIELD_NUMBER: _builtins.int
     timeout_seconds: _builtins.float
+    """For saving what is resident."""
+    finish_seconds: _builtins.float
+    """Running turns may finish here for so long before they move; new ones are refused from the beginning."""
     def __init__(
         self,
         *,
         timeout_seconds: _builtins.float = ...,
+        finish_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_seconds", b"finish_seconds", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -85,11 +85,19 @@ def test_a_life_from_loading_to_drained(tmp_path: Path, smollm2_path: Path, prom
         canary = [31415, 27182, 31415, 27182]
         node.run_turn([*prompts["chat_en"], *canary], max_tokens=4)
 
-        node.stub.Drain(worker_pb2.DrainRequest(), timeout=10)
+        turn = node.start_turn([*prompts["chat_en"], *canary], session="t", max_tokens=32, end_token_ids=[])
+        begun = Answer()
+        begun.take(next(turn))
+        drain = node.stub.Drain.future(worker_pb2.DrainRequest(finish_seconds=60), timeout=70)
+        assert len(begun.take_all(turn).tokens) == 32  # it had the time to finish
+        assert drain.result().n_turns_moved == 0
+        with pytest.raises(grpc.RpcError) as caught:
+            node.run_turn([1])
+        assert error_of(caught.value)[:2] == ("UNAVAILABLE", "draining")
         answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        again = node.stub.Drain(worker_pb2.DrainRequest(), timeout=10)
-        assert again.n_turns_moved == 0
+        again = CliRunner().invoke(node_group, ["drain", f"127.0.0.1:{port}"])
+        assert again.output == "drained: 0 sessions saved, 0 turns moved\n"
 
         assert node.stop() == 0
         assert "31415" not in node.log  # no token and no text is logged

@@ -11,11 +11,11 @@ from typing import Final
 
 import platformdirs
 import pytest
+from talking import Load
 
 from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.process import ManagedProcess
 
-from .load import Load
 from .rig import Control, options, question
 
 pytestmark = pytest.mark.alone  # three nodes, and talkers that load all of them

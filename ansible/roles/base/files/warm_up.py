@@ -1,10 +1,12 @@
 #!/usr/bin/python3
 """Compiles the kernels before anybody waits for them: starts a node that knows nobody, and drains it when it serves.
 
-usage: warm_up.py RELEASE_FOLDER MODEL DONE_FILE; DONE_FILE is written when all went well. A node is ready only after it
-has run its kernels, so its cache is then complete, made by the same program, user, processor and sandbox as later.
+usage: warm_up.py RELEASE_FOLDER MODEL DONE_FILE; DONE_FILE is written when all went well, as JSON: how many seconds it
+took, and the fingerprint under which the release saves rows. A node is ready only after its golden bits were right and
+it has run its kernels, so its cache is then complete, made by the same program, user, processor and sandbox as later.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -16,10 +18,11 @@ from pathlib import Path
 
 def main(release: Path, model: str, done: Path) -> None:
     started = time.monotonic()
+    kvferry = release / "bin/kvferry"
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder, "ready.json")
         node = subprocess.Popen(
-            [release / "bin/kvferry", "node", "run", "--model", model, "--node-id", "warm-up",
+            [kvferry, "node", "run", "--model", model, "--node-id", "warm-up",
              "--listen", "127.0.0.1:0", "--kv-memory", "64MiB", "--context", "256", "--ready-file", ready],
             env={name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_NODE_")},
         )  # fmt: skip
@@ -27,10 +30,15 @@ def main(release: Path, model: str, done: Path) -> None:
             if node.poll() is not None:
                 sys.exit(f"the node ended with exit code {node.returncode} before it was ready; its reasons are above")
             time.sleep(0.1)
+        address = json.loads(ready.read_text())["address"]
+        status = subprocess.run([kvferry, "node", "status", address, "--json"], stdout=subprocess.PIPE, check=False)
         node.send_signal(signal.SIGTERM)
         if node.wait():
             sys.exit(f"the node ended with exit code {node.returncode} when it was told to")
-    done.write_text(f"{time.monotonic() - started:.1f} s\n")
+        if status.returncode:
+            sys.exit("the node could not be asked how it is; the reason is above")
+    found = {"seconds": round(time.monotonic() - started, 1), "fingerprint": json.loads(status.stdout)["fingerprint"]}
+    done.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,18 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from kvferry.client.sdk import Client, Session
 from kvferry.drills.conversation import TurnLog, TurnRequest, hold_turn
+from kvferry.drills.judge import AnswerRecord
 
-from .rig import Control
+
+class Truth(Protocol):
+    """What the answers are when nothing is done to the cluster."""
+
+    def assert_same(self, turns: Sequence[TurnRequest], records: Sequence[AnswerRecord], session: Session) -> None:
+        """No token is lost, doubled or another."""
 
 
 @dataclass
@@ -53,11 +59,11 @@ class Load:
         """Turns that more than one node had."""
         return sum(len({placed.node_id for placed in log.placements}) > 1 for held in self.held for log in held.logs)
 
-    def judge(self, control: Control) -> None:
-        """No stream failed, and no token of any is lost, doubled or another."""
+    def judge(self, truth: Truth) -> None:
+        """No stream failed, and each answer is the truth."""
         assert not self.failures, self.failures
         for held in self.held:
-            control.assert_same(held.turns, [log.record for log in held.logs], held.session)
+            truth.assert_same(held.turns, [log.record for log in held.logs], held.session)
         self._client.close()
 
     def _talk(self, number: int) -> None:
