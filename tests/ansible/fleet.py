@@ -17,6 +17,7 @@ from .boards import Rig
 ANSIBLE: Final = Path(__file__).parents[2] / "ansible"
 COORDINATOR: Final = 1
 NODES: Final = (2, 3, 4)
+ALL_LIVE: Final = [f"n{board}" for board in NODES]
 
 
 def ansible_playbook() -> str | None:
@@ -94,6 +95,10 @@ class Fleet:
 
     def live(self) -> list[str]:
         return sorted(node["node_id"] for node in self.status()["nodes"] if node["state"] == "live")
+
+    def release_on(self, board: int) -> str:
+        """The release that people's shells get there."""
+        return self.rig.ssh(board, "basename $(readlink /opt/kvferry/current)").stdout.strip()
 
     def wait_until_live(self, names: list[str], seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -1,72 +1,25 @@
 """A rollout as an operator does it: over ssh, onto four boards without internet, with people talking to the fleet.
 
-The tests are one story, told in order; each leaves the fleet serving. About fifteen minutes on an idle machine.
+The tests are one story, told in order; each leaves the fleet serving. Under ten minutes on an idle machine; changing the
+release is a story of its own, test_rolling_upgrade.py.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
-import platformdirs
 import pytest
 
 from kvferry.engine.files.resolve import resolve_model
 
-from . import boards
-from .fleet import ANSIBLE, COORDINATOR, NODES, Answer, Fleet, Run, ansible_playbook, answer_of
+from .fleet import ALL_LIVE, COORDINATOR, NODES, Answer, Fleet, Run, answer_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-ALL_LIVE: Final = [f"n{board}" for board in NODES]
 STORY: Final = "Tell me a long story about a ferry that carries letters between four islands."
 N_TOKENS: Final = 96
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree, so that nobody edits it during the test."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copyfile(ANSIBLE.parent / name, folder / name)
-    rooms = ANSIBLE.parent / "src/kvferry"
-    shutil.copytree(rooms, folder / "src/kvferry", symlinks=True)
-    for room in rooms.iterdir():
-        shutil.copytree(room.resolve(), folder / room.name, ignore=shutil.ignore_patterns("__pycache__"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def fleet(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Four boards that are up and have nothing on them."""
-    reason = boards.why_not() or (None if ansible_playbook() else "ansible-playbook is not installed")
-    if reason:
-        pytest.skip(reason)
-    cache = platformdirs.user_cache_path("kvferry")
-    base = boards.base_root(cache / "test-boards")
-    folder = tmp_path_factory.mktemp("rig") / "rig"
-    n_boards = 1 + len(NODES)
-    with boards.Rig.make(folder, n_boards, base, shared_at="/srv/kvferry/store", memory_bytes=2 << 30) as rig:
-        for board in rig.boards:
-            rig.start(board)
-        for board in rig.boards:
-            rig.wait_until_up(board)
-        yield Fleet(rig, source, tmp_path_factory.mktemp("bundles"))
-
-
-@pytest.fixture(scope="module")
-def first_run(fleet: Fleet) -> Run:
-    return fleet.play("site.yml", kvferry_model=str(resolve_model("smollm2-135m")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rolled_out(first_run: Run) -> None:
-    assert first_run.returncode == 0, first_run.output[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +30,9 @@ def undisturbed(fleet: Fleet) -> Answer:
     return answer
 
 
-def release_on(fleet: Fleet, board: int) -> str:
-    return fleet.rig.ssh(board, "basename $(readlink /opt/kvferry/current)").stdout.strip()
+@pytest.fixture(scope="module", autouse=True)
+def _rolled_out(first_run: Run) -> None:
+    assert first_run.returncode == 0, first_run.output[-4000:]
 
 
 def test_one_command_makes_a_fleet_that_serves(fleet: Fleet) -> None:
@@ -152,89 +106,6 @@ def test_an_answer_outlives_the_power_cut_of_its_board(fleet: Fleet, undisturbed
         fleet.rig.start(board)
     fleet.rig.wait_until_up(board)
     fleet.wait_until_live(ALL_LIVE, 120)  # it came back by itself
-
-
-class Talker(threading.Thread):
-    """Asks the same question again and again, and keeps the answers."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(name="talker")
-        self._fleet = fleet
-        self._enough = threading.Event()
-        self.answers: list[Answer] = []
-        self.failure: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            while not self._enough.is_set():
-                self.answers.append(answer_of(self._fleet.chat(STORY, N_TOKENS)))
-        except BaseException as error:  # noqa: BLE001 - carried to the test
-            self.failure = error
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._enough.set()
-        self.join()
-
-    def judge(self, undisturbed: Answer) -> None:
-        assert self.failure is None, self.failure
-        assert self.answers
-        for answer in self.answers:
-            assert answer.sequence == list(range(len(undisturbed.token_ids)))
-            assert answer.token_ids == undisturbed.token_ids
-
-
-def set_version(source: Path, version: str) -> None:
-    path = source / "pyproject.toml"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(f'version = "{version}"' if line.startswith("version = ") else line for line in lines))
-
-
-def test_an_upgrade_under_a_conversation_loses_no_token(fleet: Fleet, source: Path, undisturbed: Answer) -> None:
-    before = release_on(fleet, NODES[0])
-    set_version(source, "0.1.1")
-    with Talker(fleet) as talker:
-        run = fleet.play("rollout.yml", kvferry_model=str(resolve_model("smollm2-135m")))
-    assert run.returncode == 0, run.output[-4000:]
-    talker.judge(undisturbed)
-    assert {release_on(fleet, board) for board in fleet.rig.boards} == {release_on(fleet, COORDINATOR)}
-    assert release_on(fleet, COORDINATOR).startswith("0.1.1-")
-    assert release_on(fleet, COORDINATOR) != before
-    assert fleet.live() == ALL_LIVE
-
-
-def test_a_build_that_cannot_start_never_touches_what_runs(fleet: Fleet, source: Path, undisturbed: Answer) -> None:
-    before = {board: release_on(fleet, board) for board in fleet.rig.boards}
-    broken = source / "node/loading.py"
-    good = broken.read_text()
-    broken.write_text(good + "\nraise RuntimeError('a deliberately broken build')\n")
-    set_version(source, "0.1.2")
-    run = fleet.play("rollout.yml", kvferry_model=str(resolve_model("smollm2-135m")))
-    broken.write_text(good)
-    assert run.returncode != 0
-    assert {board: release_on(fleet, board) for board in fleet.rig.boards} == before
-    assert fleet.live() == ALL_LIVE
-    assert answer_of(fleet.chat(STORY, N_TOKENS)).token_ids == undisturbed.token_ids
-
-
-def test_a_board_that_fails_stops_the_rollout_and_says_how_to_go_back(fleet: Fleet, source: Path) -> None:
-    """Its settings are not right, which nothing before the start of the service notices."""
-    before = release_on(fleet, NODES[0])
-    set_version(source, "0.1.3")
-    model = str(resolve_model("smollm2-135m"))
-    run = fleet.play("rollout.yml", kvferry_model=model, node_store_max_bytes="a lot")
-    assert run.returncode != 0
-    assert f"program_release={before}" in run.output
-    assert [release_on(fleet, board) for board in NODES[1:]] == [before, before]
-    assert fleet.live() == ALL_LIVE[1:]
-
-    repaired = fleet.play("site.yml", kvferry_model=model, program_release=before)
-    assert repaired.returncode == 0, repaired.output[-4000:]
-    assert fleet.live() == ALL_LIVE
-    assert {release_on(fleet, board) for board in fleet.rig.boards} == {before}
 
 
 def test_uninstall_leaves_the_data_and_nothing_else(fleet: Fleet) -> None:
