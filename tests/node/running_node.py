@@ -153,6 +153,7 @@ def running_node(
     program: Sequence[str] | None = None,
     wait: bool = True,
     environment: Mapping[str, str] | None = None,
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[RunningNode]:
     """Start a node, wait until it serves, and kill it at the end."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +166,7 @@ def running_node(
         env = os.environ | {"KVFERRY_TEST_SABOTAGE": str(orders)} | (environment or {})
         process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=env)
     try:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + start_seconds
         while wait and not ready_file.exists():
             assert process.poll() is None, log_path.read_text()
             assert time.monotonic() < deadline, log_path.read_text()

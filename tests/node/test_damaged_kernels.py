@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from .running_node import KVFERRY, running_node
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SOMEBODY = 12345
 # Root may do everything, so nothing is read-only for it: the node is started without that.
@@ -94,7 +94,7 @@ def test_29_thirty_damages_heal(tmp_path: Path, smollm2_path: Path, prompts: dic
     cache = tmp_path / "cache"
     node = partial(
         running_node, tmp_path / "n", smollm2_path, "--threads", "1", "--metrics", "127.0.0.1:0",
-        program=WITHOUT_PRIVILEGES, environment={"KVFERRY_CACHE": str(cache)},
+        program=WITHOUT_PRIVILEGES, environment={"KVFERRY_CACHE": str(cache)}, start_seconds=600,
     )  # fmt: skip
     compile_all = "from kvferry.engine.kernels.compile_cache import compile_cache; compile_cache()"
     subprocess.run([sys.executable, "-c", compile_all], env=os.environ | {"KVFERRY_CACHE": str(cache)}, check=True)
