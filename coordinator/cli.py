@@ -31,7 +31,7 @@ def coordinator() -> None:
 )
 @click.option("--listen", metavar="HOST:PORT", help="Where clients and nodes reach it. [default: 127.0.0.1:7070]")
 @click.option(
-    "--registry", metavar="etcd://H:P,H:P", help="Share a registry with other coordinators, in place of --state."
+    "--registry", metavar="etcd[s]://H:P,H:P", help="Share a registry with other coordinators, in place of --state."
 )
 @click.option("--advertise", metavar="HOST[:PORT]", help="Where those reach this one, if not at --listen.")
 @click.option("--state", type=click.Path(path_type=Path), help="Its own folder, on a local disk.")

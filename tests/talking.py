@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class Load:
     """``n_talkers`` people talk at once, from `with` to its end; each conversation that began is held to its end."""
 
     def __init__(self, address: str, conversations: Sequence[Sequence[TurnRequest]], n_talkers: int) -> None:
-        self._client = Client(address)
+        self._client = Client(address, tls_dir=os.environ.get("KVFERRY_TLS_DIR"))
         self._conversations = conversations
         self._enough = threading.Event()
         self._talkers = [threading.Thread(target=self._talk, args=(i,), name=f"talker-{i}") for i in range(n_talkers)]

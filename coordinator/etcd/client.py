@@ -19,6 +19,8 @@ import grpc.aio
 from kvferry.coordinator.errors import RegistryUnavailable
 from kvferry.proto.channel import etcd_channel_options
 from kvferry.proto.etcd import rpc_pb2, rpc_pb2_grpc
+from kvferry.trust.doors import Channels
+from kvferry.trust.tls_folder import TlsFolder
 
 T = TypeVar("T")
 
@@ -40,10 +42,10 @@ LARGEST_PAGE: Final = 32
 class EtcdClient:
     """All methods from one event loop; all raise RegistryUnavailable."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
-        """``endpoints``: HOST:PORT of the members, in any order."""
+    def __init__(self, endpoints: Sequence[str], tls: TlsFolder | None = None) -> None:
+        """``endpoints``: HOST:PORT of the members, in any order. ``tls``: shown to them; None: plaintext."""
         self._endpoints = list(endpoints)
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels(tls, etcd_channel_options())
         self._is_closed = False
 
     async def range(
@@ -107,9 +109,7 @@ class EtcdClient:
 
     async def close(self) -> None:
         self._is_closed = True
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self._channels.aclose()
 
     async def _read(self, call: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
         """Of whichever member answers; for calls that may be repeated."""
@@ -139,7 +139,7 @@ class EtcdClient:
         for _ in self._endpoints:
             if self._is_closed:
                 raise RegistryUnavailable("the registry is closed")
-            channel = self._channel(self._endpoints[0])
+            channel = self._channels.to(self._endpoints[0])
             if await _connects(channel):
                 return channel
             self._ask_another()
@@ -149,11 +149,6 @@ class EtcdClient:
 
     def _ask_another(self) -> None:
         self._endpoints.append(self._endpoints.pop(0))
-
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
-        if endpoint not in self._channels:
-            self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=etcd_channel_options())
-        return self._channels[endpoint]
 
 
 async def _connects(channel: grpc.aio.Channel) -> bool:

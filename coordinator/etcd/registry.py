@@ -54,6 +54,7 @@ from kvferry.coordinator.registry import (
     tokens_of,
 )
 from kvferry.proto.etcd import rpc_pb2
+from kvferry.trust.tls_folder import TlsFolder
 
 T = TypeVar("T")
 
@@ -78,9 +79,11 @@ class EtcdRegistry:
 
     is_shared = True
 
-    def __init__(self, endpoints: Sequence[str], prefix: str, lease_seconds: int = LEASE_SECONDS) -> None:
-        """``endpoints``: HOST:PORT of etcd's members. ``prefix``: of all keys of this fleet."""
-        self._etcd = EtcdClient(endpoints)
+    def __init__(
+        self, endpoints: Sequence[str], prefix: str, lease_seconds: int = LEASE_SECONDS, tls: TlsFolder | None = None
+    ) -> None:
+        """``endpoints``: HOST:PORT of etcd's members. ``prefix``: of all keys of this fleet. ``tls``: for it."""
+        self._etcd = EtcdClient(endpoints, tls)
         self._keys = Keys(prefix)
         blobs = Blobs(self._etcd, self._keys)
         self._sessions = EtcdSessions(self._etcd, self._keys, blobs)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import platformdirs
 import pytest
 
 from kvferry.engine.files.resolve import resolve_model
 
-from . import boards
-from .fleet import ANSIBLE, NODES, Fleet, Run, ansible_playbook
+from .fleet import ANSIBLE, ONE_COORDINATOR, Fleet, Run, bare_boards, copy_of_sources
 
 
 @pytest.fixture(scope="session")
@@ -42,32 +39,14 @@ def bundle(ansible: Path) -> ModuleType:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree, so that nobody edits it during the test."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copyfile(ANSIBLE.parent / name, folder / name)
-    rooms = ANSIBLE.parent / "src/kvferry"
-    shutil.copytree(rooms, folder / "src/kvferry", symlinks=True)
-    for room in rooms.iterdir():
-        shutil.copytree(room.resolve(), folder / room.name, ignore=shutil.ignore_patterns("__pycache__"))
-    return folder
+    return copy_of_sources(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
 def fleet(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Four boards that are up and have nothing on them."""
-    reason = boards.why_not() or (None if ansible_playbook() else "ansible-playbook is not installed")
-    if reason:
-        pytest.skip(reason)
-    cache = platformdirs.user_cache_path("kvferry")
-    base = boards.base_root(cache / "test-boards")
-    folder = tmp_path_factory.mktemp("rig") / "rig"
-    n_boards = 1 + len(NODES)
-    with boards.Rig.make(folder, n_boards, base, shared_at="/srv/kvferry/store", memory_bytes=2 << 30) as rig:
-        for board in rig.boards:
-            rig.start(board)
-        for board in rig.boards:
-            rig.wait_until_up(board)
-        yield Fleet(rig, source, tmp_path_factory.mktemp("bundles"))
+    with bare_boards(ONE_COORDINATOR, source, tmp_path_factory.mktemp("rig")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ Asks each question once undisturbed and says `ready`; then all talk at once. At 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ class Undisturbed:
         self.faults = dict.fromkeys(Fault, 0)
         self.sentences: list[str] = []
         self.n_tokens = 0
-        with Client(address) as client:
+        with Client(address, tls_dir=os.environ.get("KVFERRY_TLS_DIR")) as client:
             for turns in CONVERSATIONS:
                 session = client.create_session()
                 records = [hold_turn(session, turn).record for turn in turns]

@@ -72,7 +72,7 @@ def test_a_board_watches_the_fleet_and_is_left_as_it_was(rig: boards.Rig, tmp_pa
     assert play(rig, playbook).changed == {"m1": 0}
 
     urls = {target["scrapeUrl"] for target in asked(rig, "targets")["activeTargets"]}
-    assert urls == {f"http://{rig.address(1)}:{port}/metrics" for port in (7080, 8080)}
+    assert urls == {f"http://{rig.address(1)}:7080/metrics", f"https://{rig.address(1)}:8080/metrics"}
     rules = [rule for group in asked(rig, "rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
     until = time.monotonic() + 60

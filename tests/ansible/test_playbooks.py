@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROLES = ["kvferry", "base", "store", "program", "etcd", "coordinator", "node", "gateway", "monitoring"]
+ROLES = ["kvferry", "base", "store", "program", "certs", "etcd", "coordinator", "node", "gateway", "monitoring"]
 
 
 def read(path: Path) -> Any:
@@ -94,6 +94,19 @@ def test_all_that_is_served_can_be_uninstalled(ansible: Path) -> None:
     removed = (ansible / "uninstall.yml").read_text()
     units = {path.name.removesuffix(".j2") for path in ansible.glob("roles/*/templates/kvferry*.service.j2")}
     assert {unit for unit in units if f"/etc/systemd/system/{unit}" not in removed} == set()
+
+
+def test_no_key_is_fetched_from_a_board_or_sent_to_one(ansible: Path) -> None:
+    tasks = [task for path in (ansible / "roles/certs/tasks").glob("*.yml") for task in read(path)]
+    tasks += [inner for task in tasks for inner in task.get("block", [])]
+    travels = [
+        task[kind]["src"]
+        for task in tasks
+        for kind in ("ansible.builtin.fetch", "ansible.builtin.copy")
+        if kind in task
+    ]
+    assert len(travels) == 4
+    assert not [source for source in travels if "key" in source]
 
 
 LINT = shutil.which("ansible-lint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

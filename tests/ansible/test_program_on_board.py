@@ -16,7 +16,7 @@ import pytest
 from kvferry.engine.files.resolve import resolve_model
 
 from . import boards
-from .fleet import Fleet, ansible_playbook
+from .fleet import Fleet, Shape, ansible_playbook
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -46,7 +46,7 @@ def fleet(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flee
     with boards.Rig.make(folder, 1, base, shared_at="/srv/kvferry/store", memory_bytes=1 << 30) as rig:
         rig.start(BOARD)
         rig.wait_until_up(BOARD)
-        yield Fleet(rig, Path(__file__).parents[2], tmp_path_factory.mktemp("bundles"))
+        yield Fleet(rig, Path(__file__).parents[2], tmp_path_factory.mktemp("bundles"), Shape((BOARD,), ()))
 
 
 @pytest.fixture(scope="module")

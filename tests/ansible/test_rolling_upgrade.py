@@ -36,7 +36,7 @@ def _rolled_out(first_run: Run) -> None:
 @contextmanager
 def crowd(fleet: Fleet, n_people: int, found: dict[str, Any]) -> Iterator[None]:
     """People talk from its beginning to its end; then ``found`` says what they met."""
-    command = fleet.rig.in_control([sys.executable, Path(__file__).with_name("crowd.py"), fleet.address, str(n_people)])
+    command = fleet.as_operator([sys.executable, Path(__file__).with_name("crowd.py"), fleet.address, str(n_people)])
     people = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert people.stdout is not None
     try:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-from typing import Final
+import sys
+import threading
+from pathlib import Path
+from typing import Final, Self
 
 import pytest
 
@@ -55,12 +58,13 @@ def test_services_run_as_one_user_with_the_same_numbers_everywhere(fleet: Fleet)
 def test_services_listen_on_the_fleet_address_only(fleet: Fleet) -> None:
     shown = fleet.rig.ssh(NODES[0], "ss --no-header --listening --tcp --numeric | awk '{print $4}'").stdout
     listening = shown.replace("[::ffff:", "").replace("]:", ":").split()  # gRPC binds IPv4 by its IPv6 name
-    assert [address for address in listening if not address.endswith(":22")] == [f"{fleet.rig.address(NODES[0])}:7071"]
+    ours = [address for address in listening if not address.endswith(":22")]
+    assert sorted(ours) == [f"{fleet.rig.address(NODES[0])}:{port}" for port in (7071, 7081)]
 
 
-@pytest.mark.parametrize("unit", ["kvferry-node", "kvferry-coordinator"])
+@pytest.mark.parametrize("unit", ["kvferry-node", "kvferry-coordinator", "kvferry-gateway"])
 def test_a_running_service_is_exposed_to_little(fleet: Fleet, unit: str) -> None:
-    board = COORDINATOR if unit == "kvferry-coordinator" else NODES[0]
+    board = NODES[0] if unit == "kvferry-node" else COORDINATOR
     done = fleet.rig.ssh(board, f"systemd-analyze security --no-pager --threshold=25 {unit}", check=False)
     assert done.returncode == 0, done.stdout
 
@@ -75,6 +79,31 @@ def test_a_second_run_changes_nothing(fleet: Fleet) -> None:
     run = fleet.play("site.yml", kvferry_model=str(resolve_model("smollm2-135m")))
     assert run.returncode == 0, run.output[-4000:]
     assert run.changed == {"c1": 0, "n2": 0, "n3": 0, "n4": 0}
+
+
+def test_programs_speak_to_it_with_the_token_that_the_rollout_made(fleet: Fleet) -> None:
+    question = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+    status, answer = fleet.openai(COORDINATOR, "/v1/chat/completions", question)
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 8)
+    status, refusal = fleet.openai(COORDINATOR, "/v1/chat/completions", question, token="kvf_made_up")  # noqa: S106 - nobody's
+    assert (status, refusal["error"]["type"]) == (401, "authentication_error")
+
+
+def test_who_has_no_certificate_is_told_nothing(fleet: Fleet) -> None:
+    bare = fleet.rig.in_control([Path(sys.executable).with_name("kvferry"), "status", "--coordinator", fleet.address])
+    assert subprocess.run(bare, capture_output=True, check=False, timeout=60).returncode != 0
+
+
+def test_keys_stay_on_their_boards_where_nobody_else_reads_them(fleet: Fleet) -> None:
+    controller = [path.read_text() for path in fleet.rig.folder.rglob("secrets/authority/**/*") if path.is_file()]
+    for board, parts in {COORDINATOR: ("coordinator", "gateway", "operator"), NODES[0]: ("node",)}.items():
+        for part in parts:
+            key = fleet.rig.ssh(board, f"cat /etc/kvferry/tls/{part}/key.pem").stdout
+            assert "PRIVATE KEY" in key
+            assert not [text for text in controller if key.splitlines()[1] in text]
+            modes = fleet.rig.ssh(board, f"cd /etc/kvferry/tls/{part} && stat -c '%a %U' . key.pem").stdout
+            owner = "root" if part == "operator" else "kvferry"
+            assert modes.splitlines() == [f"700 {owner}", f"600 {owner}"]
 
 
 def test_a_conversation_through_it(fleet: Fleet) -> None:
@@ -106,6 +135,72 @@ def test_an_answer_outlives_the_power_cut_of_its_board(fleet: Fleet, undisturbed
         fleet.rig.start(board)
     fleet.rig.wait_until_up(board)
     fleet.wait_until_live(ALL_LIVE, 120)  # it came back by itself
+
+
+class Talker(threading.Thread):
+    """Asks the same question again and again, and keeps the answers."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(name="talker")
+        self._fleet = fleet
+        self._enough = threading.Event()
+        self.answers: list[Answer] = []
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._enough.is_set():
+                self.answers.append(answer_of(self._fleet.chat(STORY, N_TOKENS)))
+        except BaseException as error:  # noqa: BLE001 - carried to the test
+            self.failure = error
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self.join()
+
+    def judge(self, undisturbed: Answer) -> None:
+        assert self.failure is None, self.failure
+        assert self.answers
+        for answer in self.answers:
+            assert answer.sequence == list(range(len(undisturbed.token_ids)))
+            assert answer.token_ids == undisturbed.token_ids
+
+
+def serials_on(fleet: Fleet, board: int, part: str) -> tuple[str, str]:
+    """Of the certificate in use, and when its service was started."""
+    show = f"/opt/kvferry/current/bin/kvferry certs show --json /etc/kvferry/tls/{part}"
+    started = f"systemctl show --property=ActiveEnterTimestampMonotonic kvferry-{part}"
+    shown, _, since = fleet.rig.ssh(board, f"{show}; {started}").stdout.rpartition("ActiveEnter")
+    return json.loads(shown)[0]["serial"], since
+
+
+def test_certificates_are_renewed_under_a_conversation_and_nothing_starts_anew(
+    fleet: Fleet, undisturbed: Answer
+) -> None:
+    services = [(COORDINATOR, "coordinator"), (COORDINATOR, "gateway"), *((board, "node") for board in NODES)]
+    before = [serials_on(fleet, *service) for service in services]
+    with Talker(fleet) as talker:
+        run = fleet.play("certs.yml", certs_days=200)  # of which the 60 of the present ones are less than a third
+    assert run.returncode == 0, run.output[-4000:]
+    talker.judge(undisturbed)
+    after = [serials_on(fleet, *service) for service in services]
+    for (old_serial, old_start), (serial, start) in zip(before, after, strict=True):
+        assert serial != old_serial
+        assert start == old_start
+    assert fleet.live() == ALL_LIVE
+
+
+def test_a_revoked_board_is_out_until_it_gets_a_new_certificate(fleet: Fleet) -> None:
+    run = fleet.play("certs.yml", certs_revoke="n2")
+    assert run.returncode == 0, run.output[-4000:]
+    fleet.wait_until_live(ALL_LIVE[1:], 30)
+    run = fleet.play("certs.yml", certs_renew=True)
+    assert run.returncode == 0, run.output[-4000:]
+    fleet.wait_until_live(ALL_LIVE, 60)
 
 
 def test_uninstall_leaves_the_data_and_nothing_else(fleet: Fleet) -> None:

@@ -36,12 +36,13 @@ BOARD = {
     "ansible_managed": "Ansible managed",
     "kvferry_address": "192.168.7.11",
     "kvferry_coordinators": "192.168.7.10:7070,192.168.7.9:7070",
+    "kvferry_tls": "/etc/kvferry/tls",
     "kvferry_store_place": "/srv/kvferry/store",
     "coordinator_registry": "sqlite",
-    "coordinator_registry_url": "etcd://192.168.7.10:2379,192.168.7.9:2379,192.168.7.11:2379/kvferry",
+    "coordinator_registry_url": "etcds://192.168.7.10:2379,192.168.7.9:2379,192.168.7.11:2379/kvferry",
     "etcd_binary": "/bin/true",
     "etcd_deployed": "0123456789ab",
-    "etcd_members": "desk=http://192.168.7.10:2380",
+    "etcd_members": "desk=https://192.168.7.10:2380",
     "gateway_deployed": "0.1.0-3fa9c1d2:0123456789ab",
     "kvferry_model": "/home/admin/model.gguf",
     "program_wanted": "0.1.0-3fa9c1d2",
@@ -223,10 +224,17 @@ def test_a_gateway_understands_its_settings(ansible: Path, monkeypatch: pytest.M
     assert config.patience_seconds == 60
 
 
-def test_etcd_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
-    settings = yaml.safe_load(render(ansible, "etcd", "etcd.yml", inventory_hostname="desk"))
-    assert settings["initial-cluster"] == "desk=http://192.168.7.10:2380"
-    assert all("192.168.7.11" in settings[name] for name in settings if name.endswith("-urls"))
+def test_etcd_lets_coordinators_and_its_members_in_and_nobody_else(ansible: Path) -> None:
+    lines = render(ansible, "etcd", "etcd.env", inventory_hostname="desk").splitlines()
+    settings = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    assert settings["ETCD_INITIAL_CLUSTER"] == BOARD["etcd_members"]
+    urls = {name: value for name, value in settings.items() if name.endswith("_URLS")}
+    assert all("//192.168.7.11:" in url for url in urls.values())
+    assert [name for name, url in urls.items() if not url.startswith("https://")] == ["ETCD_LISTEN_METRICS_URLS"]
+    assert settings["ETCD_CLIENT_CERT_AUTH"] == settings["ETCD_PEER_CLIENT_CERT_AUTH"] == "true"
+    assert settings["ETCD_CLIENT_CERT_ALLOWED_HOSTNAME"] == "coordinator.kvferry.internal"
+    assert settings["ETCD_PEER_CERT_ALLOWED_HOSTNAME"] == "etcd.kvferry.internal"
+    assert settings["ETCD_CLIENT_CRL_FILE"] == settings["ETCD_PEER_CRL_FILE"] == "/etc/kvferry/tls/etcd/revoked.pem"
 
 
 def test_the_keys_of_an_object_store_are_those_that_were_given(ansible: Path) -> None:

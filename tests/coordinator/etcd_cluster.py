@@ -16,6 +16,8 @@ from typing import Self
 BINARY = shutil.which("etcd")
 WHY_NOT = "etcd is not installed (Debian: etcd-server)"
 
+COORDINATOR = "coordinator.kvferry.internal"
+
 READY_S = 30.0
 """Members are ready within seconds; on a busy machine it may take longer, never this long."""
 
@@ -35,10 +37,13 @@ def free_ports(n: int) -> list[int]:
 class EtcdCluster:
     """Members ``0`` to ``n - 1``. Elections take about half a second, so that tests need not wait for real ones."""
 
-    def __init__(self, folder: Path, n_members: int = 1) -> None:
+    def __init__(self, folder: Path, n_members: int = 1, tls_dir: Path | None = None) -> None:
+        """``tls_dir``: clients must show a certificate that has the name of `COORDINATOR`; None: plaintext."""
         self._folder = folder
-        ports = free_ports(2 * n_members)
-        self._client_ports, self._peer_ports = ports[:n_members], ports[n_members:]
+        ports = free_ports(3 * n_members)
+        self._client_ports, self._peer_ports = ports[:n_members], ports[n_members : 2 * n_members]
+        self._metrics_ports = ports[2 * n_members :]
+        self._tls_dir = tls_dir
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -58,10 +63,11 @@ class EtcdCluster:
     @property
     def url(self) -> str:
         """For ``--registry``."""
-        return f"etcd://{','.join(self.endpoints)}"
+        return f"{'etcds' if self._tls_dir else 'etcd'}://{','.join(self.endpoints)}"
 
     def start(self, number: int) -> None:
-        client, peer = (f"http://127.0.0.1:{ports[number]}" for ports in (self._client_ports, self._peer_ports))
+        client = f"{'https' if self._tls_dir else 'http'}://127.0.0.1:{self._client_ports[number]}"
+        peer, metrics = (f"http://127.0.0.1:{ports[number]}" for ports in (self._peer_ports, self._metrics_ports))
         members = ",".join(f"m{i}=http://127.0.0.1:{port}" for i, port in enumerate(self._peer_ports))
         with (self._folder / f"etcd{number}.log").open("ab") as log:
             self._processes[number] = subprocess.Popen(
@@ -70,10 +76,18 @@ class EtcdCluster:
                     "--listen-client-urls", client, "--advertise-client-urls", client,
                     "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
                     "--initial-cluster", members, "--initial-cluster-state", "new",
-                    "--heartbeat-interval", "50", "--election-timeout", "500",
+                    "--listen-metrics-urls", metrics, "--heartbeat-interval", "50", "--election-timeout", "500",
+                    *self._certificates(),
                 ],
                 stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
+
+    def _certificates(self) -> list[str]:
+        if self._tls_dir is None:
+            return []
+        files = {"cert-file": "cert.pem", "key-file": "key.pem", "trusted-ca-file": "ca.pem"}
+        paths = [f"--{flag}={self._tls_dir / name}" for flag, name in files.items()]
+        return [*paths, "--client-cert-auth", f"--client-cert-allowed-hostname={COORDINATOR}"]
 
     def kill(self, number: int) -> None:
         process = self._processes.pop(number)
@@ -112,7 +126,7 @@ class EtcdCluster:
 
     def _get(self, number: int, page: str) -> str:
         try:
-            url = f"http://127.0.0.1:{self._client_ports[number]}/{page}"
+            url = f"http://127.0.0.1:{self._metrics_ports[number]}/{page}"
             with urllib.request.urlopen(url, timeout=2) as response:
                 return response.read().decode()
         except (urllib.error.URLError, OSError):

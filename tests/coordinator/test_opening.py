@@ -9,6 +9,8 @@ import pytest
 
 from kvferry.coordinator.config import CoordinatorSettings
 from kvferry.coordinator.errors import InvalidSettings
+from kvferry.coordinator.opening import open_registry
+from kvferry.trust.errors import PlaintextRefused
 
 ETCD = "etcd://10.0.0.1:2379,10.0.0.2:2379"
 
@@ -43,3 +45,19 @@ def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any], 
 )
 def test_a_coordinator_is_reached_where_it_says(given: dict[str, Any], reached_at: str) -> None:
     assert settings(**given).advertised("127.0.0.1:41") == reached_at
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"registry": ETCD}, PlaintextRefused, "etcd at 10.0.0.1 in clear"),
+        ({"registry": ETCD.replace("etcd", "etcds")}, InvalidSettings, "asks for a certificate: give --tls-dir"),
+    ],
+    ids=["in clear", "without a certificate"],
+)
+async def test_conversations_do_not_go_to_etcd_in_clear(
+    given: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        async with open_registry(settings(**given)):
+            pass

@@ -250,6 +250,7 @@ async def test_something_else_under_our_keys_is_told(open_etcd: OpenEtcd) -> Non
 )
 def test_an_address_names_the_members_and_the_prefix(url: str, endpoints: tuple[str, ...], prefix: str) -> None:
     assert RegistryAddress.parse(url) == RegistryAddress(endpoints, prefix)
+    assert RegistryAddress.parse(url.replace("etcd", "etcds", 1)) == RegistryAddress(endpoints, prefix, has_tls=True)
 
 
 @pytest.mark.parametrize("url", ["", "a:1", "http://a:1", "etcd://", "etcd://a", "etcd://a:1,", "etcd://a:1/b/c"])
