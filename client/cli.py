@@ -28,6 +28,7 @@ SHORT_HELP: Final = {
     "gateway": "Serve the OpenAI HTTP API.",
     "config": "Show, check or begin the settings of a node, a coordinator or a gateway.",
     "certs": "Be a private certificate authority: who is who in the fleet.",
+    "security": "Find out what is open to others.",
     "tokens": "Make, list and revoke API tokens of clients.",
     "kv": "List, inspect, verify, convert, repair and remove KV snapshots.",
     "score": "Compute logits and KV rows of given tokens, to compare with another implementation.",

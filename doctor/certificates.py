@@ -32,7 +32,7 @@ def certificates(subject: Subject) -> Iterator[Finding]:
             yield expiry(name, loaded, datetime.now(UTC))
     yield from _key(subject.tls_dir / "key.pem", found.get("cert.pem"))
     if len(found) == 2:
-        yield _issued(found["cert.pem"], found["ca.pem"])
+        yield _issued(found["cert.pem"], subject.tls_dir / "ca.pem")
     if "cert.pem" in found:
         yield _names(found["cert.pem"])
 
@@ -80,16 +80,20 @@ def _key(path: Path, certificate: Certificate | None) -> Iterator[Finding]:
         yield ok(path.name, "belongs to cert.pem, and is its owner's alone")
 
 
-def _issued(certificate: Certificate, authority: Certificate) -> Finding:
+def _issued(certificate: Certificate, authorities: Path) -> Finding:
+    """By one of those in the file; there are two while an authority is replaced."""
+    from cryptography import x509
     from cryptography.exceptions import InvalidSignature
 
-    try:
-        certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
-        found = f"issued by {certificate.issuer.rfc4514_string()}, not by ca.pem"
-        means = "the others trust another authority"
-        return fail("issuer", found, means=means, advice="give all the same ca.pem, or issue the certificate anew")
-    return ok("issuer", authority.subject.rfc4514_string())
+    for authority in x509.load_pem_x509_certificates(authorities.read_bytes()):
+        try:
+            certificate.verify_directly_issued_by(authority)
+        except (ValueError, TypeError, InvalidSignature):
+            continue
+        return ok("issuer", authority.subject.rfc4514_string())
+    found = f"issued by {certificate.issuer.rfc4514_string()}, not by ca.pem"
+    means = "the others trust another authority"
+    return fail("issuer", found, means=means, advice="give all the same ca.pem, or issue the certificate anew")
 
 
 def _names(certificate: Certificate) -> Finding:

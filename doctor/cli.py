@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -15,10 +14,10 @@ import click
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from kvferry.doctor.finding import KV_BYTES, Check, Finding, Subject, Verdict, fail
+from kvferry.doctor.report import print_finding
 from kvferry.terminal.output import json_option, print_json
 
 GROUP: Final = "kvferry.doctor_checks"
-_COLOUR: Final = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 _ORDER: Final = ("machine", "store", "certificates", "engine")
 """The quick ones first; rooms that are not in it come last."""
 
@@ -62,7 +61,7 @@ def doctor(config_file: Path | None, as_json: bool, **asked: Any) -> None:
     for finding in examine(_subject(config_file, asked)):
         findings.append(finding)
         if not as_json:
-            _print(finding)
+            print_finding(finding)
     counts = Counter(finding.verdict for finding in findings)
     if as_json:
         print_json({"ok": not counts[Verdict.FAIL], "findings": findings})
@@ -119,12 +118,3 @@ def _node_settings(file: Path) -> dict[str, Any]:
             f"{file} cannot be used: {error}; `kvferry config check node --config {file}` says more"
         ) from error
     return {**told, "listen": tuple(map(str, listens))}
-
-
-def _print(finding: Finding) -> None:
-    verdict = click.style(f"{finding.verdict.value:4}", fg=_COLOUR[finding.verdict])
-    click.echo(f"{verdict}  {finding.check}: {finding.found}")
-    for text in (finding.means, finding.advice):
-        if text:
-            whole = f"{text[:1].upper()}{text[1:]}."
-            click.echo(textwrap.fill(whole, 100, initial_indent="      ", subsequent_indent="      "))
