@@ -65,6 +65,7 @@ class ClusterOptions:
     lease_s: float = 3.0
     node_arguments: tuple[str, ...] = ()
     coordinator_arguments: tuple[str, ...] = ()
+    gateway_arguments: tuple[str, ...] = ()
     places: Mapping[str, Place] = field(default_factory=dict)
     certificates: Path | None = None
 
@@ -292,6 +293,7 @@ class LocalCluster:
             *("gateway", "run", "--coordinator", self.address, "--listen", self.http_address, "--allow-kill"),
             *("--ready-file", str(gateway.ready_file)),
             *self._tls_arguments(gateway.name),
+            *self.options.gateway_arguments,
         ]
 
     def _tls_arguments(self, name: str) -> list[str]:

@@ -7,7 +7,7 @@ import datetime as dt
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, cast
 
 import grpc
 from cryptography import x509
@@ -115,7 +115,7 @@ def _speaks_grpc(address: str) -> bool:
         try:
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
         except grpc.RpcError as error:
-            return isinstance(error, grpc.Call) and error.code() is not grpc.StatusCode.UNAVAILABLE
+            return cast("grpc.Call", error).code() is not grpc.StatusCode.UNAVAILABLE  # it is both
     return True
 
 

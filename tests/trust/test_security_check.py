@@ -101,7 +101,7 @@ async def test_a_running_server_is_asked_as_a_stranger_would(tls) -> None:
     finally:
         await server.stop(0)
         await plain.stop(0)
-    assert [(f.verdict, f.found) for f in of_secured][0] == (Verdict.OK, "with certificates")
+    assert (of_secured[0].verdict, of_secured[0].found) == (Verdict.OK, "with certificates")
     assert of_secured[1].verdict is Verdict.WARN, "it ends soon"
     assert [f.found for f in of_plain] == ["gRPC in plaintext, on this machine only"]
 
