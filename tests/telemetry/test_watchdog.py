@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from listening_manager import ListeningManager
 
+from kvferry.telemetry import events
 from kvferry.telemetry.service_manager import ServiceManager
 from kvferry.telemetry.watchdog import Watchdog, loop_check
 
@@ -70,6 +71,7 @@ def test_it_is_watched_as_the_manager_says(environment: dict[str, str], seconds:
 
 def test_what_hangs_is_not_fed_and_is_fed_again_when_it_goes_on(tmp_path: Path) -> None:
     beat_at, changes = [time.monotonic() + 60], []
+    n_missed = events.counts()["watchdog_missed"]
     with ListeningManager(tmp_path, watchdog_seconds=0.2) as listening:
         manager = ServiceManager(listening.environment)
         with Watchdog(manager, [loop_check(lambda: beat_at[0])], lambda: "serves", changes.append):
@@ -81,3 +83,4 @@ def test_what_hangs_is_not_fed_and_is_fed_again_when_it_goes_on(tmp_path: Path) 
             beat_at[0] = time.monotonic() + 60
             assert listening.wait_for(lambda said: "WATCHDOG" in said, 5) == {"WATCHDOG": "1", "STATUS": "serves"}
     assert [bool(change) for change in changes] == [True, False]
+    assert events.counts()["watchdog_missed"] == n_missed + 1
