@@ -151,7 +151,7 @@ async def serve(
     turns.on_finished = metrics.turn_finished
     forgetting = Forgetting(registry, snapshots, settings.sharing, wall_ms)
     turns.on_deleted = forgetting.deleted
-    exposition = Exposition(settings.metrics, metrics, HostMetrics("coordinator"))
+    exposition = Exposition(settings.metrics, metrics, HostMetrics("coordinator", settings.tls_dir))
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(
         FleetService(
             fleet=fleet, snapshots=snapshots, generation=registry.generation, instance_id=registry.instance_id,

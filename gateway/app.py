@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Final
 
 from starlette.applications import Starlette
@@ -68,10 +69,10 @@ async def health(request: Request) -> Response:
     return JSONResponse(body, 200 if n_live else 503)
 
 
-def create_app(make_context: Callable[[], Context]) -> Starlette:
+def create_app(make_context: Callable[[], Context], tls_dir: Path | None = None) -> Starlette:
     """`make_context` is called in the event loop that serves."""
 
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics(tls_dir)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -35,7 +36,7 @@ METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OP
 class GatewayMetrics(Collector):
     """Counts by route, never by path: a path holds ids. Event loop only; `collect` is called there as well."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tls_dir: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._loop_lag = LoopLag(clock)
         own = self._registry = CollectorRegistry()
@@ -56,7 +57,7 @@ class GatewayMetrics(Collector):
         )
         self.streams = Gauge(f"{PREFIX}_gateway_streams_open", "Answers that are being streamed.", registry=own)
         self._exposed = CollectorRegistry(auto_describe=False)
-        for collector in (self, HostMetrics("gateway")):
+        for collector in (self, HostMetrics("gateway", tls_dir)):
             self._exposed.register(collector)
 
     def collect(self) -> Iterator[Metric]:

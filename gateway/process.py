@@ -83,7 +83,7 @@ def serve(config: GatewayConfig) -> None:
     manager, status = ServiceManager(), f"serves at {url}"
     server = Server(
         uvicorn.Config(
-            create_app(make_context),
+            create_app(make_context, config.tls_dir),
             backlog=BACKLOG,
             log_config=None,
             access_log=False,

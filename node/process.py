@@ -91,7 +91,7 @@ class Node:
         self._membership_task: asyncio.Task[None] | None = None
         self._lag_task: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[DrainCount] | None = None
-        self._exposition = Exposition(config.metrics, NodeMetrics(self._state), HostMetrics("node"))
+        self._exposition = Exposition(config.metrics, NodeMetrics(self._state), HostMetrics("node", config.tls_dir))
         self._cores = cores
         self._manager = ServiceManager()
         self._watchdog: Watchdog | None = None

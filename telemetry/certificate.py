@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from cryptography import x509
+
 FILES: Final = ("cert.pem", "ca.pem")
 
 
 def expiry_times(tls_dir: Path) -> dict[str, float]:
     """Unix time by file; of several certificates in a file the first to end. What cannot be read has none."""
-    from cryptography import x509  # of use with certificates only, and slow to load
-
     found: dict[str, float] = {}
     for name in FILES:
         try:

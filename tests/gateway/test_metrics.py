@@ -50,7 +50,7 @@ def application(begun: asyncio.Event, more: asyncio.Event) -> httpx.AsyncClient:
 
         return StreamingResponse(parts(), media_type="text/event-stream")
 
-    metrics = GatewayMetrics(Ticking())
+    metrics = GatewayMetrics(clock=Ticking())
     routes = [
         Route("/whole/{name}", whole),
         Route("/streamed", streamed, methods=["POST"]),
