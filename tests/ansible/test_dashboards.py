@@ -129,7 +129,10 @@ def test_promtool_takes_the_settings(tmp_path: Path) -> None:
     shutil.copy(ROLE / "files/kvferry.rules.yml", tmp_path)
     assert PROMTOOL is not None
     done = subprocess.run(
-        [PROMTOOL, "check", "config", "--syntax-only", tmp_path / "prometheus.yml"], capture_output=True, text=True, check=False
+        [PROMTOOL, "check", "config", "--syntax-only", tmp_path / "prometheus.yml"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
