@@ -186,6 +186,16 @@ def test_a_node_understands_its_settings(ansible: Path, tmp_path: Path) -> None:
     assert config.ready_file == Path("/run/kvferry-node/ready.json")
 
 
+def test_snapshots_are_signed_with_the_fleets_key_where_there_is_one(ansible: Path, tmp_path: Path) -> None:
+    for role, settings in (("node", NodeConfig), ("coordinator", CoordinatorSettings)):
+        path = tmp_path / f"{role}.toml"
+        key = {"kvferry_store_key": "/home/admin/key", "kvferry_store_encrypted": True}
+        path.write_text(render(ansible, role, path.name, **key))
+        loaded = settings.load({}, path)
+        assert loaded.store_key_file == Path("/etc/kvferry/store.key")
+        assert loaded.store_encrypted
+
+
 def test_a_node_takes_what_the_model_says_when_no_context_is_set(ansible: Path, tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     path.write_text(render(ansible, "node", "node.toml"))
