@@ -170,13 +170,13 @@ def _tokens(process: Process) -> Iterator[Finding]:
 
 
 def _registry(process: Process) -> Iterator[Finding]:
-    members = str(process.settings.get("registry", "")).removeprefix("etcd://").partition("/")[0]
-    for member in filter(None, members.split(",")):
+    scheme, _, rest = str(process.settings.get("registry", "")).partition("://")
+    for member in rest.partition("/")[0].split(",") if scheme == "etcd" else ():
         if not is_loopback(member.rpartition(":")[0]):
             yield fail(
-                f"{process.where}: registry", f"etcd at {member} is asked in plaintext, without a login",
+                f"{process.where}: registry", f"etcd at {member} is asked in plaintext",
                 means="whoever reaches it reads and changes every conversation",
-                advice="let only coordinators and its own members reach its ports (a firewall, or a network apart)",
+                advice="let etcd ask for certificates, and say etcds://",
             )  # fmt: skip
             return
 

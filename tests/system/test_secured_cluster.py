@@ -15,7 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.client import Client, NodeLost, NodeState, Token, Unauthenticated
+from kvferry.client import Client, NodeLost, NodeState, Token
+from kvferry.client.errors import Unauthenticated
 from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.conversation import TurnRequest, hold_turn
 from kvferry.trust import handing_out
