@@ -26,6 +26,10 @@ from kvferry.engine.text.messages import Tool, ToolCall
 
 SCHEMA_VERSION: Final = 6
 
+READABLE_SINCE: Final = 6
+"""The oldest version whose program may use these tables as they are, so that one release can be gone back: it finds all
+it knows, does not mind columns that it does not, and those have defaults. Written into the file."""
+
 EXPIRY: Final = """
 CREATE INDEX sessions_by_expiry ON sessions (updated_at_ms + 1000 * expires_after_s) WHERE expires_after_s > 0;
 """
@@ -128,7 +132,7 @@ def prepare(
 ) -> Opening:
     """Make the tables, or bring them up to date, and raise the generation durably.
 
-    Raises StateIncompatible when a newer version of the program made them.
+    Raises StateIncompatible when a newer version of the program made them, and does not say that this one may use them.
     """
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     if found == 0:
@@ -137,7 +141,7 @@ def prepare(
             f"INSERT INTO meta VALUES ('generation', '{first_generation - 1:d}'); "
             f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
-    elif not 1 <= found <= SCHEMA_VERSION:
+    elif not 1 <= found <= SCHEMA_VERSION and not _is_readable(connection):
         raise StateIncompatible(
             f"the state folder has version {found} of its layout and this program knows version {SCHEMA_VERSION}: "
             "start the program that wrote it, or give another folder with --state"
@@ -146,6 +150,8 @@ def prepare(
         steps = "; ".join(UPGRADES[version] for version in range(found, SCHEMA_VERSION))
         connection.executescript(f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
     with connection:
+        if found <= SCHEMA_VERSION:
+            connection.execute("INSERT OR REPLACE INTO meta VALUES ('readable_since', ?)", (str(READABLE_SINCE),))
         connection.execute("INSERT OR IGNORE INTO meta VALUES ('coordinator_id', ?)", (new_coordinator_id,))
         connection.execute(
             "UPDATE meta SET value = max(CAST(value AS INTEGER) + 1, ?) WHERE key = 'generation'",
@@ -153,6 +159,15 @@ def prepare(
         )
         rows = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     return Opening(coordinator_id=rows["coordinator_id"], generation=int(rows["generation"]), is_new=found == 0)
+
+
+def _is_readable(connection: sqlite3.Connection) -> bool:
+    """Whether a newer program says that this one may use its tables."""
+    try:
+        row = connection.execute("SELECT value FROM meta WHERE key = 'readable_since'").fetchone()
+    except sqlite3.OperationalError:  # no tables of ours
+        return False
+    return row is not None and int(row[0]) <= SCHEMA_VERSION
 
 
 def pack_tokens(token_ids: TokenArray) -> bytes:
@@ -163,8 +178,11 @@ def unpack_tokens(blobs: Iterable[bytes]) -> TokenArray:
     return np.frombuffer(b"".join(blobs), dtype="<i4").astype(np.int32)
 
 
+_SESSION_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(SessionRecord))
+
+
 def session_of(row: sqlite3.Row) -> SessionRecord:
-    return SessionRecord(**{key: row[key] for key in row.keys()})  # noqa: SIM118 - a Row iterates over its values
+    return SessionRecord(**{key: row[key] for key in row.keys() if key in _SESSION_FIELDS})  # noqa: SIM118 - a Row iterates over its values
 
 
 def turn_of(row: sqlite3.Row) -> TurnRecord:

@@ -600,6 +600,30 @@ async def test_a_state_of_a_newer_version_is_refused_with_what_to_do(tmp_path: P
         await open_sqlite(tmp_path)
 
 
+async def test_a_state_of_the_next_version_can_be_gone_back_from(tmp_path: Path) -> None:
+    """It has one more column, and says that this version may use it."""
+    import sqlite3
+
+    before = await open_sqlite(tmp_path)
+    await before.create_session(session())
+    await before.close()
+    with sqlite3.connect(tmp_path / "registry.sqlite3") as db:
+        db.executescript("ALTER TABLE sessions ADD COLUMN mood TEXT NOT NULL DEFAULT ''; PRAGMA user_version = 7")
+        db.execute("UPDATE meta SET value = '6' WHERE key = 'readable_since'")
+    db.close()
+    back = await open_sqlite(tmp_path)
+    assert (await back.get_session("s")).session_id == "s"
+    await back.create_session(session("s2"))
+    await back.begin_turn(turn("t1"))
+    await back.close()
+    with sqlite3.connect(tmp_path / "registry.sqlite3") as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (7,)
+        db.execute("UPDATE meta SET value = '7' WHERE key = 'readable_since'")
+    db.close()
+    with pytest.raises(CannotStart, match="version 7"):
+        await open_sqlite(tmp_path)
+
+
 WITHOUT_EXPIRY = "DROP INDEX sessions_by_expiry; ALTER TABLE sessions DROP COLUMN expires_after_s;"
 WITHOUT_TENANTS = f"{WITHOUT_EXPIRY} ALTER TABLE sessions DROP COLUMN tenant;"
 TERMS = "".join(f"ALTER TABLE turns DROP COLUMN {name};" for name in ("priority", "deadline_ms", "n_samples"))
