@@ -56,7 +56,7 @@ def _reason(call: grpc.Call, patience_seconds: float) -> str:
     return call.details() or "no details"
 
 
-def as_json(status: worker_pb2.GetNodeStatusResponse) -> str:
+def as_json(status: worker_pb2.GetNodeStatusResponse | worker_pb2.DrainResponse) -> str:
     """The message, with what is zero or false as well."""
     return json_format.MessageToJson(
         status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=2

@@ -119,16 +119,20 @@ def status(address: str, *, tls_dir: Path | None, is_json: bool) -> None:
 @tls_dir_option
 @click.option("--finish", default=0.0, show_default=True, help="Seconds that running answers have to finish there.")
 @click.option("--timeout", default=30.0, show_default=True, help="Seconds for saving its conversations.")
-def drain(address: str, *, tls_dir: Path | None, finish: float, timeout: float) -> None:
+@click.option("--json", "is_json", is_flag=True, help="For programs.")
+def drain(address: str, *, tls_dir: Path | None, finish: float, timeout: float, is_json: bool) -> None:
     """Have the node at ADDRESS (HOST:PORT) refuse new turns, move its own and save its conversations.
 
     It leaves the fleet, and its process waits to be ended or started anew: there is no way back into the fleet before.
     """
     _silence_grpc()
-    from kvferry.node.asking import ask_to_drain
+    from kvferry.node.asking import as_json, ask_to_drain
 
     _check_address(address)
     told = ask_to_drain(address, timeout, finish, tls_dir)
+    if is_json:
+        click.echo(as_json(told))
+        return
     click.echo(f"drained: {told.n_sessions_saved} sessions saved, {told.n_turns_moved} turns moved")
 
 
