@@ -20,6 +20,7 @@ from rich.console import Console
 from kvferry.drills.cluster import ClusterOptions, LocalCluster, default_threads_per_node
 from kvferry.drills.demo import DemoOptions, run_demo
 from kvferry.drills.drill_commands import explain, list_scenarios, run
+from kvferry.drills.drill_report import default_reports
 from kvferry.drills.errors import ProcessFailed, VerdictFailed
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 from kvferry.drills.report import as_json as result_facts
@@ -79,6 +80,7 @@ def up(
         n_nodes=n_nodes,
         port=port,
         http_port=http_port,
+        drill_reports=default_reports(),
         threads_per_node=threads_per_node or default_threads_per_node(),
     )
     click.echo("starting (on a new machine the first node compiles its kernels for up to a minute)", err=True)

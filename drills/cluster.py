@@ -49,9 +49,9 @@ class Place:
 class ClusterOptions:
     """What a cluster is made of. `directory` keeps sessions and snapshots; port 0: a free one, which it keeps.
 
-    `http_port`: of the gateway, which serves the OpenAI API and the dashboard; None: there is none. `places` has the
-    processes that run elsewhere, by name. `certificates`: a folder with the --tls-dir of each process under its name,
-    and that of an operator; None: plaintext.
+    `http_port`: of the gateway, which serves the OpenAI API and the dashboard; None: there is none. `drill_reports`: a
+    folder that the dashboard lists. `places` has the processes that run elsewhere, by name. `certificates`: a folder
+    with the --tls-dir of each process under its name, and that of an operator; None: plaintext.
     """
 
     model: str
@@ -59,6 +59,7 @@ class ClusterOptions:
     n_nodes: int = 3
     port: int = 0
     http_port: int | None = None
+    drill_reports: Path | None = None
     threads_per_node: int = 1
     kv_memory: str = "512MiB"
     context: int | None = None
@@ -291,6 +292,7 @@ class LocalCluster:
     def _gateway_arguments(self, gateway: ManagedProcess) -> list[str]:
         return [
             *("gateway", "run", "--coordinator", self.address, "--listen", self.http_address, "--allow-kill"),
+            *([] if self.options.drill_reports is None else ["--drill-reports", str(self.options.drill_reports)]),
             *("--ready-file", str(gateway.ready_file)),
             *self._tls_arguments(gateway.name),
             *self.options.gateway_arguments,

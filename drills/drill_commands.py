@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Final
 
 import click
-import platformdirs
 
 from kvferry.drills.cluster import default_threads_per_node
-from kvferry.drills.drill_report import as_text, headline, write_report
+from kvferry.drills.drill_report import as_text, default_reports, headline, write_report
 from kvferry.drills.errors import DrillError
 from kvferry.drills.journal import Journal, clean_up_after_others
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
@@ -117,7 +116,7 @@ def run(
     be done. Ctrl-C undoes everything first; after a kill -9 a reaper does, and the next drill looks again.
     """
     chosen = list(SCENARIOS.values()) if name == "all" else [SCENARIOS[name]]
-    folder = report_folder or platformdirs.user_data_path("kvferry") / "drills"
+    folder = report_folder or default_reports()
     failures = clean_up_after_others(say)
     make = _maker(where, model, n_nodes, threads_per_node or default_threads_per_node())
     worst = 0

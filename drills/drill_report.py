@@ -9,12 +9,19 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+import platformdirs
+
 from kvferry.drills.runner import Outcome
 from kvferry.drills.timeline import picture_of, timeline_of
 from kvferry.drills.verdict import LimitResult
 
 SCHEMA: Final = 1
 """Of report.json; docs/drills.md has it."""
+
+
+def default_reports() -> Path:
+    """Where reports lie unless a run was told otherwise."""
+    return platformdirs.user_data_path("kvferry") / "drills"
 
 
 def report_name(outcome: Outcome) -> str:

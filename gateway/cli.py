@@ -35,6 +35,11 @@ def gateway() -> None:
 @insecure_plaintext_option
 @click.option("--allow-kill", is_flag=True, default=None, help="The dashboard may kill nodes started beside it.")
 @click.option(
+    "--dashboard", type=click.Choice(["loopback", "all", "off"]),
+    help="Who may look at the dashboard, which shows the whole cluster.  [default: loopback]",
+)  # fmt: skip
+@click.option("--drill-reports", type=click.Path(path_type=Path), help="Folder of drill reports, for the dashboard.")
+@click.option(
     "--ready-file", type=click.Path(path_type=Path), help="File that says where the gateway serves, once it does."
 )
 @click.option(

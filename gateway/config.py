@@ -8,6 +8,7 @@ from typing import ClassVar
 from pydantic import ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from kvferry.gateway.dashboard.audience import Audience
 from kvferry.gateway.errors import ConfigInvalid
 from kvferry.gateway.https import CertificateFiles
 from kvferry.proto.address import parse_address
@@ -92,6 +93,17 @@ class GatewayConfig(Settings):
         default=False,
         what="let the dashboard kill nodes that were started beside it",
         why="for showing what a fleet survives; `kvferry up` sets it",
+    )
+    dashboard: Audience = setting(
+        Audience.LOOPBACK,
+        what="who may look at the dashboard: loopback, all or off",
+        why="it shows the whole cluster by the gateway's own credentials: who else shall see it is decided on purpose",
+    )
+    drill_reports: Path | None = setting(
+        None,
+        what="folder of drill reports that the dashboard lists",
+        why="drills are run elsewhere: only who runs them knows where their reports lie",
+        example="/var/lib/kvferry/drills",
     )
     ready_file: Path | None = setting(
         None,

@@ -11,7 +11,7 @@ from typing import cast
 from starlette.requests import Request
 
 from kvferry.client import AsyncClient, ClientError
-from kvferry.gateway.dashboard.watcher import Watchers
+from kvferry.gateway.dashboard.state import Dashboard
 from kvferry.gateway.models import Models
 
 
@@ -21,8 +21,7 @@ class Context:
 
     client: AsyncClient
     models: Models
-    watchers: Watchers
-    may_kill: bool
+    dashboard: Dashboard
     # Sessions without use are forgotten after so long: of requests that bring their whole history; of responses, which
     # are asked for by name.
     keep_seconds: int

@@ -19,7 +19,10 @@ from kvferry.gateway.app import create_app
 from kvferry.gateway.bearer import given_token
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.context import Context
+from kvferry.gateway.dashboard.history import History
+from kvferry.gateway.dashboard.state import Dashboard
 from kvferry.gateway.dashboard.watcher import Watchers
+from kvferry.gateway.dashboard.whereabouts import Whereabouts
 from kvferry.gateway.errors import CannotListen, ConfigInvalid
 from kvferry.gateway.https import CertificateFiles
 from kvferry.gateway.models import Models
@@ -64,8 +67,7 @@ def serve(config: GatewayConfig) -> None:
         return Context(
             client=client,
             models=Models(client, time.monotonic),
-            watchers=Watchers(client, lambda: time.time() * 1000),
-            may_kill=config.allow_kill,
+            dashboard=make_dashboard(config, client, lambda: time.time() * 1000),
             keep_seconds=config.keep_seconds,
             keep_responses_seconds=max(1, round(config.keep_responses_days * 86_400)),
             new_id=lambda: uuid.uuid4().hex,
@@ -98,6 +100,18 @@ def serve(config: GatewayConfig) -> None:
     )
     with Watchdog(manager, [loop_check(lambda: server.beat_at)], lambda: status):
         server.run(sockets=[listening])
+
+
+def make_dashboard(config: GatewayConfig, client: AsyncClient, now_ms: Callable[[], float]) -> Dashboard:
+    """``now_ms``: since 1970."""
+    return Dashboard(
+        watchers=Watchers(client, now_ms),
+        history=History(now_ms),
+        whereabouts=Whereabouts(client, now_ms),
+        audience=config.dashboard,
+        may_kill=config.allow_kill,
+        drill_reports=config.drill_reports,
+    )
 
 
 class Server(uvicorn.Server):

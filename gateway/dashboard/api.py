@@ -1,63 +1,45 @@
-"""What the page asks for, under /dashboard."""
+"""What the page asks for: its files under /assets, and what it shows under /dashboard."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import os
-import signal
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from kvferry.client import (
-    AsyncTurn,
-    ClientError,
-    Finished,
-    NodeInfo,
-    NodeLost,
-    Placed,
-    SessionDetails,
-    Token,
-    TurnEvent,
-)
+from kvferry.client import SessionDetails
 from kvferry.gateway import sse
 from kvferry.gateway.bearer import given_token
-from kvferry.gateway.body import read_body
 from kvferry.gateway.context import context_of
-from kvferry.gateway.errors import ApiError, api_error_of
+from kvferry.gateway.dashboard.chatting import chat
+from kvferry.gateway.dashboard.drill_reports import list_reports, read_report
+from kvferry.gateway.dashboard.guard import Endpoint, guarded
+from kvferry.gateway.dashboard.killing import kill
+from kvferry.gateway.errors import ApiError
 
 STATIC: Final = Path(__file__).parent / "static"
 
-PAGES: Final = {"index.html": "text/html", "app.js": "text/javascript", "timeline.js": "text/javascript",
-                "chat.js": "text/javascript", "style.css": "text/css"}  # fmt: skip
+KINDS: Final = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+
+PAGES: Final = {path.name: KINDS[path.suffix] for path in STATIC.iterdir() if path.suffix in KINDS}
 
 HEADERS: Final = {
-    "content-security-policy": "default-src 'self'; style-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "cache-control": "no-cache",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
 
 MAX_SESSIONS: Final = 100
-
-
-class ChatTurn(BaseModel):
-    """A turn that a person asks for on the page."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    text: str = Field(min_length=1, max_length=100_000)
-    session_id: str | None = None
-    model: str | None = None
-    max_tokens: int = Field(default=512, ge=1, le=100_000)
-    temperature: float = Field(default=0.7, ge=0, le=100)
 
 
 async def page(request: Request) -> Response:
@@ -69,10 +51,16 @@ async def page(request: Request) -> Response:
 
 
 async def cluster(request: Request) -> Response:
-    """GET /dashboard/cluster."""
+    """GET /dashboard/cluster: with ?history=1 what the nodes did in the last minutes, else only now."""
     context = context_of(request)
-    status = dataclasses.asdict(await context.client.status())
-    return JSONResponse({**status, "can_kill": context.may_kill})
+    status = await context.client.status()
+    history = context.dashboard.history
+    history.add(status.nodes)
+    samples = history.all() if request.query_params.get("history") else history.latest()
+    return JSONResponse(
+        {**dataclasses.asdict(status), "can_kill": context.dashboard.may_kill, "history": samples}
+        | {"has_drills": context.dashboard.drill_reports is not None}
+    )
 
 
 async def sessions(request: Request) -> Response:
@@ -82,9 +70,10 @@ async def sessions(request: Request) -> Response:
 
 
 async def session(request: Request) -> Response:
-    """GET /dashboard/sessions/ID: its turns, without anybody's words."""
-    details = await context_of(request).client.session(request.path_params["session_id"]).details()
-    return JSONResponse(_session_json(details))
+    """GET /dashboard/sessions/ID: its turns and where its rows lie, without anybody's words."""
+    asked = context_of(request).client.session(request.path_params["session_id"])
+    details, places = await asyncio.gather(asked.details(), asked.locate())
+    return JSONResponse({**_session_json(details), "places": dataclasses.asdict(places)})
 
 
 def _session_json(details: SessionDetails) -> dict[str, Any]:
@@ -98,7 +87,7 @@ def _session_json(details: SessionDetails) -> dict[str, Any]:
 
 async def turns(request: Request) -> Response:
     """GET /dashboard/turns: a stream of turns, each whenever it changes."""
-    watcher = context_of(request).watchers.of(given_token())
+    watcher = context_of(request).dashboard.watchers.of(given_token())
 
     async def frames() -> AsyncGenerator[bytes]:
         async with aclosing(watcher.subscribe()) as traces:
@@ -108,76 +97,44 @@ async def turns(request: Request) -> Response:
     return sse.EventStream(frames())
 
 
-async def chat(request: Request) -> Response:
-    """POST /dashboard/chat: a turn, with what happens to it on the way."""
+async def store(request: Request) -> Response:
+    """GET /dashboard/store: the tree of stored prefixes, or with ?below=ID what is below one; and who lies there."""
     context = context_of(request)
-    asked = await read_body(request, ChatTurn)
-    client = context.client
-    session = client.session(asked.session_id) if asked.session_id else await client.create_session(model=asked.model)
-    turn = session.generate(
-        asked.text, max_tokens=asked.max_tokens, temperature=asked.temperature, seed=context.new_seed()
+    tree, found = await asyncio.gather(
+        context.client.snapshots(below=request.query_params.get("below", "")), context.dashboard.whereabouts.in_store()
     )
-    return sse.EventStream(_chat_events(turn))
+    return JSONResponse({**dataclasses.asdict(tree), "sessions": found})
 
 
-async def _chat_events(turn: AsyncTurn) -> AsyncGenerator[bytes]:
-    yield sse.encode({"kind": "session", "session_id": turn.session_id, "turn_id": turn.turn_id})
-    try:
-        async with turn:
-            async for event in turn:
-                if (told := _told(event)) is not None:
-                    yield sse.encode(told)
-    except ClientError as error:
-        yield sse.encode({"kind": "error", **api_error_of(error).body()["error"]})
+async def drills(request: Request) -> Response:
+    """GET /dashboard/drills: the reports of the folder, the newest first."""
+    folder = context_of(request).dashboard.drill_reports
+    return JSONResponse([] if folder is None else await asyncio.to_thread(list_reports, folder))
 
 
-def _told(event: TurnEvent) -> dict[str, Any] | None:
-    match event:
-        case Token():
-            return {"kind": "token", "text": event.text, "index": event.sequence}
-        case Placed():
-            return {"kind": "placed", "node_id": event.node_id, "first_index": event.first_index}
-        case NodeLost():
-            return {"kind": "node_lost", "node_id": event.node_id, "cause": event.cause, "n_tokens": event.n_tokens}
-        case Finished():
-            return {"kind": "finished", **dataclasses.asdict(dataclasses.replace(event, answer=None))}
-    return None
+async def drill(request: Request) -> Response:
+    """GET /dashboard/drills/NAME: one of them."""
+    folder, name = context_of(request).dashboard.drill_reports, request.path_params["name"]
+    report = None if folder is None else await asyncio.to_thread(read_report, folder, name)
+    if report is None:
+        raise ApiError(404, "there is no such drill report", code="unknown_report")
+    return JSONResponse(report)
 
 
-async def kill(request: Request) -> Response:
-    """POST /dashboard/nodes/ID/kill: SIGKILL, for a cluster that was started here to be broken."""
-    context = context_of(request)
-    node_id = request.path_params["node_id"]
-    if not context.may_kill:
-        raise ApiError(403, "nodes are killed from here on local clusters only: kvferry up", code="not_allowed")
-    if request.headers.get("sec-fetch-site", "same-origin") not in {"same-origin", "none"}:
-        raise ApiError(403, "another site may not kill nodes", code="not_allowed")
-    node = next((node for node in await context.client.nodes() if node.node_id == node_id), None)
-    if node is None:
-        raise ApiError(404, f"there is no node {node_id}", code="unknown_node")
-    _kill(node)
-    return JSONResponse({"killed": node_id, "pid": node.pid})
-
-
-def _kill(node: NodeInfo) -> None:
-    """Only a process that the one which started us has started, and that says it is this node."""
-    try:
-        process = psutil.Process(node.pid)
-        is_ours = process.ppid() == os.getppid() and node.node_id in process.cmdline()
-    except psutil.Error:
-        is_ours = False
-    if not is_ours:
-        raise ApiError(409, f"{node.node_id} (pid {node.pid}) is no process of this cluster", code="not_ours")
-    os.kill(node.pid, signal.SIGKILL)
+def _route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
+    return Route(path, guarded(endpoint), methods=[method])
 
 
 ROUTES: Final = [
-    Route("/", page),
-    Route("/assets/{name}", page),
-    Route("/dashboard/cluster", cluster),
-    Route("/dashboard/sessions", sessions),
-    Route("/dashboard/sessions/{session_id}", session),
-    Route("/dashboard/turns", turns),
-    Route("/dashboard/chat", chat, methods=["POST"]),
-    Route("/dashboard/nodes/{node_id}/kill", kill, methods=["POST"]),
+    _route("/", page),
+    _route("/assets/{name}", page),
+    _route("/dashboard/cluster", cluster),
+    _route("/dashboard/sessions", sessions),
+    _route("/dashboard/sessions/{session_id}", session),
+    _route("/dashboard/turns", turns),
+    _route("/dashboard/store", store),
+    _route("/dashboard/drills", drills),
+    _route("/dashboard/drills/{name}", drill),
+    _route("/dashboard/chat", chat, "POST"),
+    _route("/dashboard/nodes/{node_id}/kill", kill, "POST"),
 ]

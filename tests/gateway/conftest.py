@@ -11,7 +11,11 @@ import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "telemetry"))  # otlp_collector.py
+sys.path.insert(0, str(Path(__file__).parent))  # browser_kit.py
 
+from browser_kit import write_drill_report
+
+from kvferry.client import Client
 from kvferry.drills.cluster import ClusterOptions, LocalCluster
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 
@@ -69,3 +73,19 @@ def client(base_url) -> Iterator[openai.OpenAI]:
     """OpenAI's own client, with another base_url and nothing else."""
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="unused", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> Iterator[LocalCluster]:
+    """What `kvferry up` starts: two nodes and a gateway that may kill them; and a drill was run."""
+    ensure_model(DEFAULT_MODEL)
+    directory = tmp_path_factory.mktemp("up")
+    write_drill_report(directory / "drills")
+    options = ClusterOptions(
+        model=DEFAULT_MODEL, directory=directory, n_nodes=2, kv_memory="256MiB", http_port=0,
+        drill_reports=directory / "drills",
+    )  # fmt: skip
+    with LocalCluster(options) as running:
+        with Client(running.address) as client:
+            client.create_session().generate("Name a river. " * 8, max_tokens=4).collect()
+        yield running

@@ -1,92 +1,126 @@
-// Turns as bars: what each waited for, and where it was when its node was lost.
-import { byId, make } from "/assets/app.js";
+// Turns as rows of coloured segments on one axis of time; by turn, or by node.
+import { make, many, svg } from "/assets/dom.js";
+import { cluster, colourOf, turns } from "/assets/live.js";
+import { inWords, nodesOf, phasesOf } from "/assets/phases.js";
 
-const SPAN_MS = 120_000;
-const ROW = 22;
-const LABEL = 130;
-const turns = new Map();
+const ROW = 24, BAR = 14, MOST_ROWS = 40;
 
-export function keepTurn(turn) {
-  turns.set(`${turn.session_id}/${turn.turn_id}`, turn);
+// The rects of phases on one line; x: milliseconds → pixels.
+export function segments(phases, x, y, width) {
+  return phases.map((phase) => {
+    const from = Math.max(0, x(phase.from));
+    const to = Math.min(width, Math.max(x(phase.to), from + (phase.kind === "reuse" ? 4 : 2)));
+    if (to <= 0 || from >= width) return null;
+    const shift = phase.kind === "reuse" ? 4 : 0; // it takes no time: it stands before what follows
+    return svg("rect", { class: phase.kind, x: Math.max(0, from - shift).toFixed(1), y, width: (to - from).toFixed(1), height: BAR, rx: 2, "data-tip": phase.text });
+  }).filter(Boolean);
 }
 
-function svg(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
+function axis(spanMs, width) {
+  const step = spanMs / (width < 500 ? 2 : 4);
+  const marks = [];
+  for (let ms = 0; ms <= spanMs; ms += step) {
+    const at = width * (1 - ms / spanMs);
+    const anchor = ms === 0 ? "end" : ms === spanMs ? "start" : "middle";
+    const label = ms === 0 ? "now" : spanMs > 60_000 ? `−${ms / 60_000} min` : `−${ms / 1000} s`;
+    marks.push(svg("text", { x: at, y: 11, "text-anchor": anchor }, label));
+  }
+  return svg("svg", { class: "axis", viewBox: `0 0 ${width} 14`, height: 14, "aria-hidden": "true" }, ...marks);
 }
 
-// The phases of a turn as [kind, from, to, what], in milliseconds since 1970.
-function phases(turn, now) {
-  const found = [];
-  let last = turn.began_ms;
-  let wasLost = false;
-  for (const stay of turn.stays) {
-    if (wasLost) found.push(["pause", last, stay.placed_ms, "its node was lost"]);
-    else if (stay.placed_ms > last) found.push(["queue", last, stay.placed_ms, "waits for a node"]);
-    let at = stay.placed_ms;
-    for (const [kind, ms, what] of [
-      ["queue", stay.queue_ms, "waits"],
-      ["restore", stay.restore_ms, `restores ${stay.n_restored} rows`],
-      ["prefill", stay.prefill_ms, `computes ${stay.n_computed} rows; ${stay.n_resident} were in memory`],
-    ]) {
-      if (ms > 0) found.push([wasLost ? "pause" : kind, at, at + ms, `${stay.node_id} ${what}`]);
-      at += ms;
+export class Timeline {
+  spanMs = 60_000;
+  byNode = false;
+  #rows = new Map();
+  #picked = "";
+
+  constructor(place, { onPick, empty }) {
+    this.place = place;
+    this.onPick = onPick;
+    this.empty = empty;
+    this.list = make("div", { class: "lines" });
+    this.foot = make("div", { class: "line foot" });
+    place.onkeydown = (event) => this.#move(event);
+  }
+
+  draw(now = Date.now()) {
+    const shown = [...turns].filter(([, turn]) => !turn.ended_ms || now - turn.ended_ms < this.spanMs)
+      .sort(([, a], [, b]) => b.began_ms - a.began_ms).slice(0, MOST_ROWS);
+    if (!shown.length && !this.byNode) {
+      this.#rows.clear();
+      this.place.replaceChildren(make("p", { class: "empty" }, this.empty));
+      return;
     }
-    const until = stay.last_token_ms || now;
-    found.push(["decode", stay.first_token_ms || at, until, `${stay.node_id}: ${stay.n_tokens} tokens`]);
-    last = until;
-    wasLost = Boolean(stay.lost);
+    if (!this.list.isConnected) this.place.replaceChildren(this.list, this.foot);
+    const width = Math.max(120, this.list.clientWidth - (this.list.clientWidth < 480 ? 96 : 168));
+    const x = (ms) => width * (1 - (now - ms) / this.spanMs);
+    const lines = this.byNode ? this.#nodeLines(shown, now, x, width) : this.#turnLines(shown, now, x, width);
+    this.#show(lines);
+    this.foot.replaceChildren(make("span", { class: "label" }), axis(this.spanMs, width));
   }
-  if (wasLost && !turn.ended_ms) found.push(["pause", last, now, "its node was lost"]);
-  if (!turn.stays.length && !turn.ended_ms) found.push(["queue", last, now, "waits for a node"]);
-  return found;
-}
 
-function row(turn, number, now, width) {
-  const x = (ms) => LABEL + Math.max(0, 1 - (now - ms) / SPAN_MS) * (width - LABEL);
-  const y = number * ROW + 4;
-  const nodes = turn.stays.map((stay) => stay.node_id).join(" → ") || "no node yet";
-  const bars = phases(turn, now)
-    .filter(([, , to]) => now - to < SPAN_MS)
-    .map(([kind, from, to, what]) =>
-      svg("rect", { class: kind, x: x(from), y, width: Math.max(1.5, x(to) - x(from)), height: ROW - 8, rx: 2 }, svg("title", {}, what)));
-  const group = svg("g", { tabindex: 0, role: "button", "aria-label": `turn on ${nodes}` },
-    svg("rect", { x: 0, y: y - 4, width, height: ROW, fill: "transparent" }),
-    svg("text", { x: 0, y: y + 11 }, nodes.slice(0, 22)), ...bars);
-  group.addEventListener("click", () => explain(turn));
-  group.addEventListener("keydown", (event) => event.key === "Enter" && explain(turn));
-  return group;
-}
-
-export function drawTimeline() {
-  const place = byId("timeline");
-  if (place.closest("[hidden]") || place.matches(":focus-within:has(g:focus)")) return;
-  const now = Date.now();
-  for (const [key, turn] of turns) if (turn.ended_ms && now - turn.ended_ms > SPAN_MS) turns.delete(key);
-  const shown = [...turns.values()].sort((a, b) => b.began_ms - a.began_ms).slice(0, 40);
-  if (!shown.length) {
-    place.replaceChildren(make("p", {}, "No turn lately. Say something on the chat page, or through the API."));
-    return;
+  #turnLines(shown, now, x, width) {
+    return shown.map(([key, turn]) => ({
+      key, turn, label: nodesOf(turn), words: inWords(turn, now), height: ROW,
+      marks: segments(phasesOf(turn, now), x, (ROW - BAR) / 2, width),
+    }));
   }
-  const width = Math.max(place.clientWidth - 14, 300);
-  place.replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${shown.length * ROW + 6}`, height: shown.length * ROW + 6, "data-turns": shown.length }, ...shown.map((turn, number) => row(turn, number, now, width))));
-}
 
-const seconds = (value) => `${value.toFixed(3)} s`;
+  #nodeLines(shown, now, x, width) {
+    const ids = new Set([...cluster.nodes.map((node) => node.node_id), ...shown.flatMap(([, turn]) => nodesOf(turn))]);
+    return [...ids].sort().map((id) => {
+      const stays = shown.map(([, turn]) => phasesOf(turn, now).filter((phase) => phase.node === id)).filter((phases) => phases.length);
+      stays.sort((a, b) => a[0].from - b[0].from);
+      const ends = []; // of the lanes of this node: batch mates stand below each other
+      const marks = stays.flatMap((phases) => {
+        let lane = ends.findIndex((end) => end <= phases[0].from);
+        if (lane < 0) lane = ends.push(0) - 1;
+        ends[lane] = phases.at(-1).to;
+        return segments(phases, x, (ROW - BAR) / 2 + lane * (BAR + 3), width);
+      });
+      return { key: `node ${id}`, label: [id], words: `${id}: ${many(stays.length, "turn")}`, height: ROW + Math.max(0, ends.length - 1) * (BAR + 3), marks };
+    });
+  }
 
-// Why the router chose as it did.
-function explain(turn) {
-  const parts = turn.stays.map((stay) =>
-    make("div", {},
-      make("p", {}, `${stay.node_id}, from token ${stay.first_index}: foreseen ${seconds(stay.predicted_ms / 1000)} to the first token${stay.first_token_ms ? `, it came after ${seconds((stay.first_token_ms - stay.placed_ms) / 1000)}` : ""}.${stay.lost ? ` Lost: ${stay.lost}.` : ""}`),
-      make("table", {},
-        make("thead", {}, make("tr", {}, ...["node", "in memory", "in store", "queue", "restore", "prefill", "in all", "why"].map((name) => make("th", {}, name)))),
-        make("tbody", {}, ...stay.candidates.map((c) =>
-          make("tr", { class: c.chosen ? "chosen" : "" }, ...[c.node_id, c.n_resident, c.n_stored, seconds(c.queue_seconds), seconds(c.restore_seconds), seconds(c.prefill_seconds), seconds(c.predicted_seconds), c.reason].map((value) => make("td", {}, String(value)))))))));
-  byId("decision").replaceChildren(
-    make("h2", {}, "Turn of session ", make("span", { class: "mono" }, turn.session_id)),
-    make("p", {}, `${turn.n_prompt} tokens of prompt, ${turn.n_history} of them from before; ${turn.n_tokens} of answer${turn.reason ? `; ended: ${turn.reason}` : ""}. Longest pause ${seconds(turn.longest_pause_ms / 1000)}.`),
-    ...parts);
+  // Rows stay the same elements while they change, or focus would be lost four times a second.
+  #show(lines) {
+    for (const key of this.#rows.keys()) if (!lines.some((line) => line.key === key)) this.#rows.delete(key);
+    const width = Math.max(120, this.list.clientWidth - (this.list.clientWidth < 480 ? 96 : 168));
+    const elements = lines.map((line) => {
+      let row = this.#rows.get(line.key);
+      if (!row) {
+        row = make(line.turn ? "button" : "div", { class: "line", type: line.turn ? "button" : undefined }, make("span", { class: "label" }), svg("svg", {}));
+        this.#rows.set(line.key, row);
+      }
+      if (line.turn) {
+        row.onclick = () => { this.#picked = line.key; this.onPick(line.turn); this.draw(); };
+        row.classList.toggle("picked", this.#picked === line.key);
+      }
+      row.setAttribute("aria-label", line.words);
+      const [label, picture] = row.children;
+      if (label.textContent !== line.label.join(" → ")) {
+        label.replaceChildren(...line.label.flatMap((id, i) => [i ? " → " : "", make("span", { class: colourOf(id) }, id)]));
+        if (!line.label.length) label.textContent = "no node yet";
+      }
+      picture.setAttribute("viewBox", `0 0 ${width} ${line.height}`);
+      picture.setAttribute("height", line.height);
+      picture.setAttribute("aria-hidden", "true");
+      picture.replaceChildren(...line.marks);
+      return row;
+    });
+    if (elements.length !== this.list.children.length || elements.some((element, i) => this.list.children[i] !== element)) {
+      const focused = document.activeElement;
+      this.list.replaceChildren(...elements);
+      if (elements.includes(focused)) focused.focus({ preventScroll: true });
+    }
+  }
+
+  #move(event) {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    const rows = [...this.list.querySelectorAll("button")];
+    const at = rows.indexOf(document.activeElement);
+    if (!step || at < 0) return;
+    event.preventDefault();
+    rows[Math.max(0, Math.min(rows.length - 1, at + step))].focus();
+  }
 }
