@@ -58,10 +58,10 @@ class EchoWorker(worker_pb2_grpc.WorkerServiceServicer):
         yield worker_pb2.RunTurnResponse(finished=worker_pb2.RunFinished(reason=common_pb2.FINISH_REASON_LENGTH))
 
 
-async def serve_worker(coordinator: str, ready: Path) -> None:
+async def serve_worker(coordinator: str, ready: Path, worker: EchoWorker | None = None) -> None:
     """The worker process: registers, and beats for ever."""
     server = grpc.aio.server(options=server_options())
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(EchoWorker(), server)  # type: ignore[abstract]  # the rest is never asked
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker or EchoWorker(), server)  # type: ignore[abstract]  # the rest is never asked
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     text = TextModel.load(resolve_model(MODEL))
