@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any, ClassVar, Final
 
 from kvferry.client.errors import (
+    CLASS_OF,
     BadRequest,
     ClientError,
     Conflict,
     NotFound,
     NotNow,
     Overloaded,
-    PermissionDenied,
+    Refused,
+    RequestTooLarge,
+    ServerFault,
     TurnFailed,
     Unauthenticated,
 )
@@ -85,9 +88,10 @@ OPENAI_CODES: Final = {
 """Codes that programs look for under another name than ours."""
 
 _STATUS_OF: Final[dict[type[ClientError], int]] = {
+    RequestTooLarge: 413,
     BadRequest: 400,
     Unauthenticated: 401,
-    PermissionDenied: 403,
+    Refused: 403,
     NotFound: 404,
     Conflict: 409,
     Overloaded: 429,
@@ -107,6 +111,8 @@ def unsupported(parameter: str, why: str) -> ApiError:
 
 def api_error_of(error: ClientError) -> ApiError:
     """What the coordinator refused, as HTTP."""
-    status = next((status for base, status in _STATUS_OF.items() if isinstance(error, base)), 500)
+    # a turn that failed on the way is told as what is refused before it begins
+    kind = CLASS_OF.get(error.turn_code, ServerFault) if isinstance(error, TurnFailed) else type(error)
+    status = next((status for base, status in _STATUS_OF.items() if issubclass(kind, base)), 500)
     code = error.turn_code if isinstance(error, TurnFailed) else error.code
     return ApiError(status, str(error), code=OPENAI_CODES.get(code, code), retry_after_s=error.retry_after_s)
