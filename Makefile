@@ -96,11 +96,12 @@ bench-saving: $(VENV)/.runtime ## what a growing chat writes, and what saving ma
 	$(BIN)/kvferry models fetch smollm2-135m
 	$(BIN)/python -m kvferry.bench.saving
 
-bench-coordinator: $(VENV)/.runtime ## routing beside other rules, what the coordinator adds to a stream, the LCP index
+bench-coordinator: $(VENV)/.runtime ## routing beside other rules, what coordinator and gateway add to a stream, the LCP index
 	$(BIN)/kvferry models fetch smollm2-135m
 	$(BIN)/python -m kvferry.bench.routing
 	$(BIN)/python -m kvferry.bench.routing_real
 	$(BIN)/python -m kvferry.bench.coordinator
+	$(BIN)/python -m kvferry.bench.gateway
 	$(BIN)/python -m kvferry.bench.lcp_index
 
 storm: $(VENV)/.runtime ## 10,000 simulated clusters in the worst weather

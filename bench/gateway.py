@@ -49,10 +49,9 @@ class NotingWorker(EchoWorker):
         self, request: worker_pb2.RunTurnRequest, context: Any
     ) -> AsyncIterator[worker_pb2.RunTurnResponse]:
         sent: list[float] = []
-        async with contextlib.aclosing(super().RunTurn(request, context)) as responses:
-            async for response in responses:
-                sent += [time.monotonic()] * len(response.tokens.tokens)
-                yield response
+        async for response in super().RunTurn(request, context):
+            sent += [time.monotonic()] * len(response.tokens.tokens)
+            yield response
         self._notes.write(json.dumps([request.session_id, sent]) + "\n")
         self._notes.flush()
 
@@ -64,13 +63,17 @@ class Reading:
     came: dict[tuple[str, int], float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
-    def latencies(self, notes: Path) -> list[float]:
-        """Milliseconds, sorted."""
+    def latencies(self, notes: Path, *, in_crowd: bool = False) -> list[float]:
+        """Milliseconds, sorted. ``in_crowd``: only of tokens that were sent while all streams ran."""
         sent: dict[tuple[str, int], float] = {}
         for line in notes.read_text().splitlines():
             session_id, times = json.loads(line)
             sent |= {(session_id, index): at for index, at in enumerate(times)}
-        return sorted((at - sent[key]) * 1e3 for key, at in self.came.items() if key in sent)
+        at_all = {key: sent[key] for key in self.came if key in sent}
+        last = max(index for _, index in at_all)
+        begins = max(at for (_, index), at in at_all.items() if index == 0) if in_crowd else 0.0
+        ends = min(at for (_, index), at in at_all.items() if index == last) if in_crowd else float("inf")
+        return sorted((self.came[key] - at) * 1e3 for key, at in at_all.items() if begins <= at <= ends)
 
 
 async def read_grpc(address: str, n: int, n_tokens: int, gap_us: int) -> Reading:
@@ -225,8 +228,14 @@ def measure(processes: Processes, coordinator: str, gateway: str, n: int, n_toke
         told(f"{n} streams, {way}", readings[way], readings[way].latencies(notes), n_all)
         each = ", ".join(f"{name} {seconds / n_all * 1e6:.0f}" for name, seconds in spent.items())
         print(f"  CPU, microseconds a token: {each}")
-    direct, through = (statistics.quantiles(readings[way].latencies(notes), n=100) for way in ("gRPC", "gateway"))
-    print(f"added by the gateway: ms p50 {through[49] - direct[49]:.2f} p99 {through[98] - direct[98]:.2f}")
+    for in_crowd, which in ((False, "all tokens"), (True, "tokens while all streams ran")):
+        direct, through = (
+            statistics.quantiles(readings[way].latencies(notes, in_crowd=in_crowd), n=100) for way in readings
+        )
+        print(
+            f"added by the gateway, {which}: ms p50 {through[49] - direct[49]:.2f} p99 {through[98] - direct[98]:.2f} "
+            f"(p99 {direct[98]:.2f} and {through[98]:.2f})"
+        )
     before_mib = processes.rss_mib("gateway")
     with slow_readers(gateway):
         crowd = asyncio.run(read_sse(gateway, n // 4, n_tokens, gap_us))

@@ -108,8 +108,9 @@ def test_no_error_is_forgotten_here():
     assert set(EXPECTED) == set(CLASS_OF)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("code", sorted(EXPECTED))
+@pytest.mark.parametrize(
+    ("code", "stream"), [*((code, False) for code in sorted(EXPECTED)), ("no_node", True), ("rate_limited", True)]
+)
 async def test_what_is_refused_has_the_status_and_the_class(code, stream):
     status, kind = EXPECTED[code]
     error = CLASS_OF[code]("No, and this is why.", retry_after_s=2.4)
