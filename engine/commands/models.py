@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import click
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from kvferry.engine.errors import ModelNotFound, UnsupportedArchitecture
@@ -20,7 +16,8 @@ from kvferry.engine.files.facts import model_facts
 from kvferry.engine.files.fetch import fetch_model, verify_model
 from kvferry.engine.files.resolve import resolve_model
 from kvferry.terminal.completing import completes
-from kvferry.terminal.output import json_option, print_json
+from kvferry.terminal.output import console, json_option, print_json
+from kvferry.terminal.progress import gauge
 
 
 @click.group()
@@ -41,8 +38,8 @@ def models() -> None:
 @json_option
 def fetch(name: str, revision: str | None, include: str | None, from_file: Path | None, as_json: bool) -> None:
     """Fetch a model into the cache: a known name such as smollm2-135m, or ORG/NAME of a hub."""
-    with _bar(f"fetch {name}") as progress:
-        record = fetch_model(name, revision=revision, include=include, from_file=from_file, progress=progress)
+    with gauge(f"fetch {name}") as told:
+        record = fetch_model(name, revision=revision, include=include, from_file=from_file, progress=told.set)
     if as_json:
         print_json(_record_facts(record))
         return
@@ -104,8 +101,8 @@ def pack(model: str, quant: Literal["q8", "q4"], as_json: bool) -> None:
     from kvferry.engine.files.open_model import open_model
     from kvferry.engine.weights import make_pack, pack_path
 
-    with _bar(f"pack {model}") as progress:
-        spec = make_pack(open_model(resolve_model(model)), quant, progress)
+    with gauge(f"pack {model}") as told:
+        spec = make_pack(open_model(resolve_model(model)), quant, told.set)
     path = pack_path(spec)
     if as_json:
         facts = {"path": str(path), "bytes": spec.n_file_bytes, "weights_bytes": spec.plan.n_bytes}
@@ -119,13 +116,13 @@ def pack(model: str, quant: Literal["q8", "q4"], as_json: bool) -> None:
 @json_option
 def verify(model: str, as_json: bool) -> None:
     """Compare every byte with what was recorded: of a fetched model's files, and of what was packed of it."""
-    with _bar("check") as progress:
+    with gauge("check") as told:
         record: ModelRecord | None = None
         try:
-            record = verify_model(model, progress)
-            packs = _checked_packs(record.path, progress)
+            record = verify_model(model, told.set)
+            packs = _checked_packs(record.path, told.set)
         except ModelNotFound:
-            packs = _checked_packs(resolve_model(model), progress)
+            packs = _checked_packs(resolve_model(model), told.set)
             if not packs:
                 raise
     if as_json:
@@ -165,23 +162,6 @@ def _record_facts(record: ModelRecord) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _bar(what: str) -> Iterator[ProgressCallback]:
-    """A bar on standard error that appears with the first byte; nothing where that is not a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None, visible=False)
-
-        def show(done_bytes: int, total_bytes: int) -> None:
-            bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
-
-        yield show
-
-
 def _print(table: Table) -> None:
-    """Print a table whole: a pipe has no width that a line should be cut to."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(table)
+    """Whole: a pipe has no width that a line should be cut to."""
+    console().print(table)

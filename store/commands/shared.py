@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,16 +11,6 @@ from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
 import click
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from kvferry.store.errors import SnapshotRejected, StoreUnavailable
 from kvferry.store.folder import Folder, look, model_folders
@@ -33,6 +22,7 @@ from kvferry.store.place import StorePlace
 from kvferry.store.seals import Seal
 from kvferry.store.segment_file import Terms
 from kvferry.terminal.completing import completes
+from kvferry.terminal.progress import gauge
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -134,12 +124,9 @@ def operator_id() -> str:
 
 @contextmanager
 def progress(what: str, total: int | None, *, quiet: bool, in_bytes: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, with rate and time left; nothing when that is no terminal, or JSON is asked for."""
-    counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
-    columns = (TextColumn(what), BarColumn(), *counts, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda n: bar.advance(task, n)
+    """How far it is, by what more is done; nothing where JSON is asked for."""
+    with gauge(what, total, quiet=quiet, in_bytes=in_bytes) as told:
+        yield told.advance
 
 
 def key_options(command: Command) -> Command:
