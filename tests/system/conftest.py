@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 
 from .rig import Control, options
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "telemetry"))  # otlp_collector.py
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from otlp_collector import Collector
 
 from kvferry.client import Client, NodeLost, NodeState, Token
 from kvferry.client.errors import Unauthenticated
@@ -46,6 +47,7 @@ class Secured:
     tls: Path
     token: str
     metrics: list[str]
+    traces: Collector
 
     def client(self) -> Client:
         return Client(self.cluster.address, tls_dir=self.tls / "someone", token=self.token)
@@ -76,7 +78,8 @@ def secured(model, tmp_path_factory) -> Iterator[Secured]:
         handing_out.issue(authority, folder / "tls" / name, name, role, ["127.0.0.1"], 60)
     token, kept = new_token("acme")
     write_tokens(folder / "tokens.json", [kept])
-    debug, port = ("--log-level", "debug"), free_port()
+    collector, port = Collector(), free_port()
+    debug = ("--log-level", "debug", "--otlp", collector.endpoint)
     chosen = options(
         model,
         folder / "cluster",
@@ -86,8 +89,8 @@ def secured(model, tmp_path_factory) -> Iterator[Secured]:
         coordinator_arguments=(*debug, "--tokens", str(folder / "tokens.json"), "--metrics", f"127.0.0.1:{port}"),
         gateway_arguments=(*debug, "--https"),
     )
-    with LocalCluster(chosen) as cluster:
-        yield Secured(cluster, authority, folder / "tls", token, [f"http://127.0.0.1:{port}/metrics"])
+    with collector, LocalCluster(chosen) as cluster:
+        yield Secured(cluster, authority, folder / "tls", token, [f"http://127.0.0.1:{port}/metrics"], collector)
 
 
 def test_a_killed_nodes_answer_goes_on_with_the_same_bits(secured: Secured, control) -> None:
@@ -176,6 +179,8 @@ def test_nothing_secret_is_written_anywhere(secured: Secured) -> None:
         told.append(str(refused.value))
     for address in secured.metrics + [f"http://{ready(p)['metrics']}/metrics" for p in secured.cluster.nodes.values()]:
         told.append(httpx.get(address).text)
+    secured.traces.wait_for(lambda spans: len({span.service for span in spans}) == 3)
+    told.append(secured.traces.raw.decode("latin-1"))
     secrets = [CANARY, secured.token, secured.token.split("_", 2)[2], wrong.split("_", 2)[2]]
     for folder in secured.tls.iterdir():
         secrets += (folder / "key.pem").read_text().splitlines()[1:-1]
@@ -185,7 +190,7 @@ def test_nothing_secret_is_written_anywhere(secured: Secured) -> None:
     for name, text in written.items():
         assert not [secret for secret in secrets if secret in text], name
         assert answer.text.strip() not in text, name
-    assert not [secret for secret in secrets for text in told if secret in text]
+    assert not [secret for secret in [*secrets, answer.text.strip()] for text in told if secret in text]
 
 
 def ready(process) -> dict[str, str]:

@@ -28,7 +28,7 @@ from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
 from kvferry.trust import handing_out
 from kvferry.trust.authority import Authority
 from kvferry.trust.certificates import Role
-from kvferry.trust.doors import Channels, bind, open_folder
+from kvferry.trust.doors import Channels, bind, has_reflection, open_folder
 from kvferry.trust.errors import PlaintextRefused, TlsFolderInvalid
 from kvferry.trust.roles import ROLES_OF
 
@@ -169,6 +169,22 @@ async def test_a_node_speaks_for_itself_only(tls: MakeTls, servers: Addresses) -
             with pytest.raises(grpc.aio.AioRpcError, match="speak for itself") as told:
                 await call(request, timeout=SECONDS)
             assert told.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_nobody_is_told_what_can_be_called(tls: MakeTls, servers: Addresses) -> None:
+    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    for address in servers.values():
+        async with showing(tls("op", Role.OPERATOR))(address) as channel:
+            assert (await refusal(channel, reflection))[0] is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_reflection_is_for_the_loopback_or_when_it_is_wanted(tls: MakeTls) -> None:
+    folder = open_folder(tls("node-1", Role.NODE))
+    assert has_reflection(None, "127.0.0.1:0", None)
+    assert not has_reflection(None, "10.0.0.1:7070", None)
+    assert not has_reflection(None, "127.0.0.1:0", folder)
+    assert has_reflection(True, "10.0.0.1:7070", folder)
+    assert not has_reflection(False, "127.0.0.1:0", None)
 
 
 async def test_a_server_that_is_not_at_its_address_is_not_believed(authority: Authority, tmp_path: Path, tls) -> None:
