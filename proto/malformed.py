@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from kvferry.proto.handlers import put_around
 from kvferry.proto.status import status_of, trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -44,17 +45,9 @@ class MalformedRefused(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
-    kind = ("stream" if handler.request_streaming else "unary") + (
-        "_stream" if handler.response_streaming else "_unary"
-    )
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
-    behaviour = getattr(handler, kind)
     checked = _checked_each if handler.request_streaming else _checked_one
-    return make(  # type: ignore[no-any-return]
-        checked(behaviour, method),
-        request_deserializer=_tolerant(handler.request_deserializer),
-        response_serializer=handler.response_serializer,
-    )
+    tolerant = _tolerant(handler.request_deserializer)
+    return put_around(handler, lambda behaviour: checked(behaviour, method), tolerant)
 
 
 def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

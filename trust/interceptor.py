@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from kvferry.proto.handlers import put_around
 from kvferry.proto.status import status_of, trailing_metadata
 from kvferry.trust.caller import Caller, answer_to
 from kvferry.trust.errors import Refused
@@ -36,15 +37,7 @@ class Guarded(grpc.aio.ServerInterceptor):
         if handler is None or self._guard.lets_all_in:
             return handler  # type: ignore[no-any-return]
         method = str(handler_call_details.method)
-        kind = ("stream" if handler.request_streaming else "unary") + (
-            "_stream" if handler.response_streaming else "_unary"
-        )
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(  # type: ignore[no-any-return]
-            self._guarded(getattr(handler, kind), method),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return put_around(handler, lambda behaviour: self._guarded(behaviour, method))
 
     def _guarded(self, behaviour: Callable[[Any, Context], Any], method: str) -> Callable[[Any, Context], Any]:
         if inspect.isasyncgenfunction(behaviour):

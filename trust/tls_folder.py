@@ -4,8 +4,6 @@ changes, so that certificates rotate without a restart."""
 from __future__ import annotations
 
 import dataclasses
-import logging
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +15,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from kvferry.trust.certificates import Identity, identity_of, same_key
 from kvferry.trust.errors import TlsFolderInvalid
-from kvferry.trust.files import Stamp, reason_of, stamp_of
-
-log = logging.getLogger(__name__)
+from kvferry.trust.files import reason_of
+from kvferry.trust.rereading import Reread
 
 CA_FILE: Final = "ca.pem"
 CERTIFICATE_FILE: Final = "cert.pem"
 KEY_FILE: Final = "key.pem"
 REVOKED_FILE: Final = "revoked.pem"
-
-LOOK_SECONDS: Final = 0.5
-"""Between looks at the files: what was revoked is refused so soon after the list arrives. A look costs some 10 µs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,53 +36,21 @@ class Material:
 
 
 class TlsFolder:
-    """Any thread may call. What cannot be used leaves what was read before in force, and is told in the log once."""
+    """Any thread may call."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises TlsFolderInvalid."""
-        self.path = path
-        self._files = [path / name for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE, REVOKED_FILE)]
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._looked_at = clock()
-        self._stamp: Stamp = stamp_of(*self._files)
-        self._version = 0
-        self._material = read_material(path)
+        files = [path / name for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE, REVOKED_FILE)]
+        self._reread = Reread(files, lambda: read_material(path), f"the certificates in {path}", clock)
 
     @property
     def version(self) -> int:
         """Grows whenever other material came into force."""
-        self.material()
-        return self._version
+        return self._reread.current()[1]
 
     def material(self) -> Material:
         """What is in force now."""
-        with self._lock:
-            now = self._clock()
-            if now - self._looked_at >= LOOK_SECONDS:
-                self._looked_at = now
-                self._look()
-            return self._material
-
-    def _look(self) -> None:
-        stamp = stamp_of(*self._files)
-        if stamp == self._stamp:
-            return
-        try:
-            material = read_material(self.path)
-        except TlsFolderInvalid as error:
-            # A file that is being replaced, perhaps: the next change is looked at again.
-            log.warning("the certificates in %s stay as they were: %s", self.path, error)
-            self._stamp = stamp
-            return
-        self._stamp = stamp
-        if material != self._material:
-            self._material = material
-            self._version += 1
-            log.info(
-                "certificates were read again: %s until %s, %d revoked",
-                material.identity, material.identity.not_after.isoformat(timespec="minutes"), len(material.revoked),
-            )  # fmt: skip
+        return self._reread.current()[0]
 
 
 def read_material(folder: Path) -> Material:

@@ -11,11 +11,9 @@ import fcntl
 import hashlib
 import hmac
 import json
-import logging
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,16 +24,12 @@ from pydantic import Field
 
 from kvferry.trust.authority import now_utc
 from kvferry.trust.errors import TokensInvalid, Unauthenticated
-from kvferry.trust.files import SECRET_MODE, Stamp, reason_of, stamp_of, write_atomically
-
-log = logging.getLogger(__name__)
+from kvferry.trust.files import SECRET_MODE, reason_of, write_atomically
+from kvferry.trust.rereading import Reread
 
 PREFIX: Final = "kvf_"
 
 TOKEN: Final = re.compile(r"kvf_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
-
-LOOK_SECONDS: Final = 0.5
-"""Between looks at the file: a revoked token is refused so soon."""
 
 
 class Token(pydantic.BaseModel):
@@ -143,11 +137,8 @@ class TokenBook:
         wall: Callable[[], dt.datetime] = now_utc,
     ) -> None:
         """Raises TokensInvalid."""
-        self._path, self._clock, self._wall = path, clock, wall
-        self._lock = threading.Lock()
-        self._looked_at = clock()
-        self._stamp: Stamp = stamp_of(path)
-        self._tokens = {token.id: token for token in read_tokens(path)}
+        self._wall = wall
+        self._reread = Reread([path], lambda: {t.id: t for t in read_tokens(path)}, "the API tokens", clock)
 
     def find(self, text: str) -> Token:
         """The line of a token that is valid now. Raises Unauthenticated, whose sentence does not hold the token."""
@@ -172,24 +163,7 @@ class TokenBook:
             raise Unauthenticated(f"the API token {token.id} is {state}: ask the operator for a new one")
 
     def _current(self) -> dict[str, Token]:
-        with self._lock:
-            now = self._clock()
-            if now - self._looked_at >= LOOK_SECONDS:
-                self._looked_at = now
-                self._look()
-            return self._tokens
-
-    def _look(self) -> None:
-        stamp = stamp_of(self._path)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self._tokens = {token.id: token for token in read_tokens(self._path)}
-        except TokensInvalid as error:
-            log.error("the API tokens stay as they were: %s", error)  # noqa: TRY400 - the sentence says it all
-        else:
-            log.info("the API tokens were read again: %d", len(self._tokens))
+        return self._reread.current()[0]
 
 
 def open_book(path: Path | None) -> TokenBook | None:

@@ -45,7 +45,7 @@ def settings(etcd: EtcdCluster, tls_dir: Path) -> CoordinatorSettings:
 async def test_a_coordinator_is_let_in_and_stays_when_its_certificate_is_replaced(
     etcd: EtcdCluster, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.trust.tls_folder.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("kvferry.trust.rereading.LOOK_SECONDS", 0.0)
     tls_dir = issue(authority, Role.COORDINATOR, COORDINATOR)
     before = TlsFolder(tls_dir).material().identity.serial
     async with open_registry(settings(etcd, tls_dir)) as registry:

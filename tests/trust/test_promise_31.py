@@ -47,7 +47,7 @@ def address_of(method: str, servers: Addresses) -> str:
 
 @pytest.fixture(autouse=True)
 def files_are_looked_at_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.trust.tls_folder.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("kvferry.trust.rereading.LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
