@@ -17,7 +17,7 @@ from kvferry.client.reference import commands, reference
 COMMANDS = dict(commands())
 NAMES = [pytest.param(path, id=" ".join(path)) for path in COMMANDS]
 WITHOUT_JSON = {
-    ("up",), ("node", "run"), ("node", "drain"), ("coordinator", "run"), ("gateway", "run"),  # they serve, or stop serving
+    ("up",), ("node", "run"), ("node", "drain"), ("coordinator", "run"), ("gateway", "run"),  # they serve
     ("config", "init"), ("completion",), ("score",),  # their output is a file
 }  # fmt: skip
 """What neither lists nor shows anything."""
