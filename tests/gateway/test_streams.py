@@ -78,6 +78,12 @@ def test_a_broken_stream_goes_on_after_the_last_event_its_reader_has(base_url, w
         assert {data["id"] for _, data in first + rest} == {first[0][1]["id"]}
 
 
+def test_another_gateway_goes_on_with_what_this_one_began(cluster, base_url, new_gateway, whole):
+    first = post(base_url, at_most=10)
+    rest = post(new_gateway(cluster.address), **{"last-event-id": first[-1][0]})
+    assert text_of(first) + text_of(rest) == whole
+
+
 def test_a_reader_who_had_it_all_is_told_that_it_is_done(base_url):
     events = post(base_url)
     assert post(base_url, **{"last-event-id": events[-1][0]}) == []
