@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -12,7 +12,17 @@ from prometheus_client.registry import Collector
 
 from kvferry.coordinator.turn import Turn
 from kvferry.proto.v1 import chat_pb2
-from kvferry.telemetry.families import PREFIX, counter, gauge, info, labelled, of_message, of_messages, value
+from kvferry.telemetry.families import (
+    PREFIX,
+    counter,
+    gauge,
+    info,
+    labelled,
+    labelled_counter,
+    of_message,
+    of_messages,
+    value,
+)
 from kvferry.telemetry.loop_lag import LoopLag
 
 SCRAPE_SECONDS: Final = 5.0
@@ -71,11 +81,13 @@ class CoordinatorMetrics(Collector):
         status: Callable[[], Coroutine[None, None, chat_pb2.GetStatusResponse]],
         n_waiting: Callable[[], int],
         loop_lag: LoopLag,
+        refusals: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         own = self._registry = CollectorRegistry()
         self._status = status
         self._n_waiting = n_waiting
         self._loop_lag = loop_lag
+        self._refusals = refusals
         self._loop = asyncio.get_running_loop()
         self._turns = Counter(f"{PREFIX}_turns", "Turns by how they ended.", ["reason"], registry=own)
         self._first_token = Histogram(
@@ -161,6 +173,7 @@ class CoordinatorMetrics(Collector):
             "event_loop_lag_seconds", "How late the event loop woke in the last half minute.", "quantile",
             self._loop_lag.summary().by_quantile(),
         )  # fmt: skip
+        yield labelled_counter("calls_refused", "Calls refused because of who asked.", "code", self._refusals())
         status = asyncio.run_coroutine_threadsafe(self._status(), self._loop).result(SCRAPE_SECONDS)
         yield info(
             "coordinator",

@@ -136,8 +136,9 @@ async def serve(
         models, around, TurnPolicy(max_losses=settings.max_losses, max_placements=settings.max_placements),
         no_node_wait_seconds=settings.no_node_wait, max_open_turns=settings.max_open_turns, sharing=settings.sharing,
     )  # fmt: skip
+    guard = Guard(tls, open_book(settings.tokens))
     server = grpc.aio.server(
-        interceptors=[Guarded(Guard(tls, open_book(settings.tokens))), MalformedRefused()],
+        interceptors=[Guarded(guard), MalformedRefused()],
         options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
     )  # fmt: skip
     chat = ChatService(
@@ -147,7 +148,7 @@ async def serve(
     )  # fmt: skip
     chat_pb2_grpc.add_ChatServiceServicer_to_server(chat, server)
     loop_lag = loop_lag or LoopLag(clock)
-    metrics = CoordinatorMetrics(chat.status, lambda: n_waiting(turns), loop_lag)
+    metrics = CoordinatorMetrics(chat.status, lambda: n_waiting(turns), loop_lag, guard.refusals)
     turns.on_finished = metrics.turn_finished
     forgetting = Forgetting(registry, snapshots, settings.sharing, wall_ms)
     turns.on_deleted = forgetting.deleted

@@ -24,6 +24,8 @@ from kvferry.trust.tokens import Token, TokenBook
 
 log = logging.getLogger(__name__)
 
+KINDS: Final = (Unauthenticated, PermissionDenied, RateLimited)
+
 CALLS_PER_REQUEST: Final = 10
 """Calls that start no turn come in so many times the number: a chat program makes a session, looks, and forgets."""
 
@@ -45,7 +47,7 @@ class Call(Protocol):
 class Guard:
     """One per server. ``folder`` None: plaintext, everybody is let in; ``tokens`` None: nobody needs one.
 
-    Event loop only. ``refused``: how many calls, by code.
+    Event loop only.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Guard:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], dt.datetime] = now_utc,
     ) -> None:
-        self.refused: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter({kind.code: 0 for kind in KINDS})
         self._folder, self._tokens = folder, tokens
         self._clock, self._wall = clock, wall
         self._buckets: OrderedDict[tuple[str, bool], Bucket] = OrderedDict()
@@ -66,6 +68,10 @@ class Guard:
     def lets_all_in(self) -> bool:
         """There is nothing to check."""
         return self._folder is None and self._tokens is None
+
+    def refusals(self) -> dict[str, float]:
+        """How many calls were refused here, by code, since the start; from any thread."""
+        return {code: float(n) for code, n in self._refused.items()}
 
     def admit(self, method: str, request: object, call: Call) -> Caller:
         """Who calls. Raises Refused, which is counted and told in the log."""
@@ -143,7 +149,7 @@ class Guard:
             )
 
     def _tell(self, method: str, peer: str, refused: Refused) -> None:
-        self.refused[refused.code] += 1
+        self._refused[refused.code] += 1
         now, key = self._clock(), (peer.rpartition(":")[0], str(refused))
         if now - self._told.get(key, -TELL_SECONDS) < TELL_SECONDS:
             return

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from cluster_kit import Cluster, eventually
+from etcd_cluster import free_ports
 from scripted_worker import Script
 
 from kvferry.client import AsyncClient, NotFound, Token
@@ -44,7 +46,8 @@ def speaking(cluster: Cluster, token: str | None) -> AsyncClient:
 
 async def test_without_a_token_nothing_is_answered_but_how_the_fleet_is(new_cluster: Start, keys: Keys) -> None:
     keys.add("acme")
-    cluster = await new_cluster(tokens=keys.path)
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    cluster = await new_cluster(tokens=keys.path, metrics=address)
     for token in (None, "kvf_000000000000_" + "A" * 43, "nonsense"):
         async with speaking(cluster, token) as client:
             with pytest.raises(Unauthenticated):
@@ -52,6 +55,8 @@ async def test_without_a_token_nothing_is_answered_but_how_the_fleet_is(new_clus
             with pytest.raises(Unauthenticated):
                 await client.models()
             assert await client.nodes() == []
+    told = await asyncio.to_thread(lambda: httpx.get(f"http://{address}/metrics").text)
+    assert 'kvferry_calls_refused_total{code="unauthenticated"} 6.0' in told
 
 
 async def test_a_tenant_sees_its_own_sessions_and_no_others(new_cluster: Start, keys: Keys) -> None:
