@@ -100,6 +100,7 @@ def explain(name: str, as_json: bool) -> None:
     default=None,
     help="Reports go here, each into a folder of its own. Default: a folder of the user's data directory.",
 )
+@click.option("--allow-power-cut", is_flag=True, help="Boards of an inventory may be rebooted without warning.")
 @click.option("--json", "is_json", is_flag=True, help="Print the report for programs instead.")
 def run(
     name: str,
@@ -108,6 +109,7 @@ def run(
     n_nodes: int,
     threads_per_node: int | None,
     report_folder: Path | None,
+    allow_power_cut: bool,
     is_json: bool,
 ) -> None:
     """Disturb a cluster, and judge whether it held. `all`: every drill, one after the other.
@@ -118,7 +120,8 @@ def run(
     chosen = list(SCENARIOS.values()) if name == "all" else [SCENARIOS[name]]
     folder = report_folder or default_reports()
     failures = clean_up_after_others(say)
-    make = _maker(where, model, n_nodes, threads_per_node or default_threads_per_node())
+    n_threads = threads_per_node or default_threads_per_node()
+    make = _maker(where, model, n_nodes, n_threads, allow_power_cut=allow_power_cut)
     worst = 0
     for scenario in chosen:
         worst = max(worst, _run_one(scenario, make, folder, is_json))
@@ -132,7 +135,7 @@ def run(
 Maker = Callable[[Journal], Target]
 
 
-def _maker(where: str, model: str, n_nodes: int, n_threads: int) -> Maker:
+def _maker(where: str, model: str, n_nodes: int, n_threads: int, *, allow_power_cut: bool) -> Maker:
     """How the target is made, once there is a journal. Raises DrillImpossible, UsageError."""
     if where in {"local", "netns"}:
         from kvferry.drills.targets import boards
@@ -148,6 +151,14 @@ def _maker(where: str, model: str, n_nodes: int, n_threads: int) -> Maker:
             ensure_model(model)  # there is no network where we go
             boards.enter()
         return lambda journal: NetnsTarget(journal, options)
+    kind, _, file = where.partition("=")
+    if kind == "inventory" and file:
+        from kvferry.drills.targets.inventory import InventoryTarget
+
+        inventory = Path(file)
+        if not inventory.exists():
+            raise click.UsageError(f"There is no inventory {file}.")
+        return lambda journal: InventoryTarget(journal, inventory, allow_power_cut=allow_power_cut)
     raise click.UsageError(f"There is no target {where!r}: local, netns or inventory=FILE.")
 
 

@@ -91,7 +91,7 @@ def run_scenario(scenario: Scenario, target: Target, started: float, say: Say) -
 
 
 def _disturb(scenario: Scenario, target: Target, outcome: Outcome, say: Say) -> None:
-    plans = [requests_of(number, scenario.n_turns) for number in range(scenario.n_conversations)]
+    plans = [requests_of(number, scenario.n_turns, target.answer_tokens) for number in range(scenario.n_conversations)]
     with Client(target.address, patience_s=scenario.duration_s) as client:
         _wait_until_steady(client, target)
         say(f"steady state: {len(target.node_ids)} nodes live; now the undisturbed answers")
@@ -139,14 +139,15 @@ class _Director:
 
     def run(self, scenario: Scenario, until: float) -> None:
         """All injections, then all healings that are due before the conversations end."""
-        for injection in scenario.injections:
+        for number, injection in enumerate(scenario.injections):
             while not self._stage.has_come_to(injection.turn, injection.after_tokens):
                 if time.monotonic() > until:
                     raise DrillImpossible("The conversations did not get to where they were to be disturbed.")
                 self._stage.wait(0.05)
                 self._heal_due()
-            self._stage.check_answering(injection.turn)
-            self._strike(injection)
+            self._stage.check_answering(injection.turn, time.monotonic())
+            self._strike(number, injection)
+            self._stage.check_answering(injection.turn, self.strikes[number].at)
         while self._heal_at and time.monotonic() < until:
             self._heal_due()
             time.sleep(0.02)
@@ -156,14 +157,14 @@ class _Director:
         for number in list(self._heal_at):
             self._heal(number)
 
-    def _strike(self, injection: Injection) -> None:
+    def _strike(self, number: int, injection: Injection) -> None:
         parts = self._parts(injection.where)
         self._say(f"{injection.what.value}: {', '.join(parts)} ({self._target.ways[injection.what]})")
-        strike = Strike(time.monotonic(), injection.what, injection.where, parts, self._target.ways[injection.what])
-        self.strikes.append(strike)
-        self._heal_at[len(self.strikes) - 1] = strike.at + injection.hold_s
-        for part in parts:
-            self._target.inject(injection.what, part)
+        way = self._target.ways[injection.what]
+        strike = Strike(time.monotonic(), injection.what, injection.where, parts, way)
+        self.strikes.append(strike)  # before it is done: it is healed even if it fails half-way
+        self._heal_at[number] = strike.at + injection.hold_s
+        self.strikes[number] = replace(strike, at=self._target.inject(number, injection.what, parts))
 
     def _heal_due(self) -> None:
         now = time.monotonic()
@@ -175,8 +176,7 @@ class _Director:
         strike = self.strikes[number]
         del self._heal_at[number]
         self._say(f"healing {strike.what.value}: {', '.join(strike.parts)}")
-        for part in strike.parts:
-            self._target.heal(strike.what, part)
+        self._target.heal(strike.what, strike.parts)
         self.strikes[number] = replace(strike, healed_at=time.monotonic())
 
     def _parts(self, where: Where) -> tuple[str, ...]:

@@ -11,18 +11,16 @@ from itertools import pairwise
 from typing import Final
 
 from kvferry.client.errors import ClientError
-from kvferry.client.sdk import Client, ConnectionLost, NodeLost, Placed, Sampling, Token, TurnEvent
+from kvferry.client.sdk import Client, ConnectionLost, Finished, NodeLost, Placed, Sampling, Token, TurnEvent
 from kvferry.drills.conversation import TurnLog, TurnRequest, hold_turn
 from kvferry.drills.errors import DrillImpossible
 from kvferry.drills.judge import AnswerRecord
-
-ANSWER_TOKENS: Final = 64
 
 TEXT_CHARACTERS: Final = 700
 """Of the text that is asked about: a prompt of some 200 tokens, worth saving and quickly computed."""
 
 
-def requests_of(number: int, n_turns: int) -> list[TurnRequest]:
+def requests_of(number: int, n_turns: int, answer_tokens: int) -> list[TurnRequest]:
     """What conversation `number` says. Greedy with a penalty, so that answers are long, or drawn with a seed."""
     text = files("kvferry.drills").joinpath("texts/ferry.txt").read_text(encoding="utf-8")[:TEXT_CHARACTERS]
     sampling = (
@@ -35,7 +33,7 @@ def requests_of(number: int, n_turns: int) -> list[TurnRequest]:
         "Now tell what happened before that, in many words.",
         "And what happened in the years that followed? Take your time.",
     ]
-    return [TurnRequest(question, ANSWER_TOKENS, sampling) for question in questions[:n_turns]]
+    return [TurnRequest(question, answer_tokens, sampling) for question in questions[:n_turns]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +115,12 @@ class Stage:
         with self._heard:
             self._heard.wait(seconds)
 
-    def check_answering(self, turn: int) -> None:
-        """Raises DrillImpossible when the first conversation's answer is over: there is nothing left to disturb."""
+    def check_answering(self, turn: int, at: float) -> None:
+        """Raises DrillImpossible when the first conversation's answer was over by then: nothing was disturbed."""
         first = self.conversations[0]
-        log = first.logs.get(turn)
-        if log is None or log.finished is not None:
-            said = first.error or "try again, or a slower machine"
+        ends = [heard.at for heard in list(first.heard) if heard.turn == turn and isinstance(heard.event, Finished)]
+        if first.turn < turn or (ends and ends[0] <= at):
+            said = first.error or "the machine is too fast, or the strike too slow"
             raise DrillImpossible(f"Answer {turn} was over before it could be disturbed: {said}.")
 
     def end(self, until: float) -> bool:

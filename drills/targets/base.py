@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvferry.drills.journal import Entry, Journal
+from kvferry.drills.journal import Journal
 from kvferry.drills.scenarios import Disturbance, Scenario
 
 
@@ -18,10 +18,11 @@ class Target(ABC):
     """
 
     kind: str
+    answer_tokens: int = 64
+    """Long enough that a strike finds the answer unfinished."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        self._open: dict[tuple[Disturbance, str], list[Entry]] = {}
 
     @property
     @abstractmethod
@@ -47,11 +48,14 @@ class Target(ABC):
         """Makes the cluster, ready for this scenario. Raises DrillError."""
 
     @abstractmethod
-    def inject(self, what: Disturbance, part: str) -> None:
-        """Strikes one part: a node id, COORDINATOR or STORE."""
+    def inject(self, number: int, what: Disturbance, parts: tuple[str, ...]) -> float:
+        """Strikes these parts (node ids, COORDINATOR, STORE) for the scenario's injection `number`, counted from 0.
+
+        Returns when the first of them was struck, by time.monotonic.
+        """
 
     @abstractmethod
-    def heal(self, what: Disturbance, part: str) -> None:
+    def heal(self, what: Disturbance, parts: tuple[str, ...]) -> None:
         """Undoes that; what was killed is started again, and not waited for."""
 
     @abstractmethod
@@ -65,7 +69,3 @@ class Target(ABC):
     @abstractmethod
     def keep_logs(self, folder: Path) -> None:
         """Copies what its processes wrote into this folder, before it goes."""
-
-    def _strike_out(self, what: Disturbance, part: str) -> None:
-        for entry in self._open.pop((what, part), []):
-            self.journal.undo(entry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +83,16 @@ class ProcessTarget(Target):
         for process in self._cluster.processes:
             self._note(process)
 
-    def inject(self, what: Disturbance, part: str) -> None:
-        self._acts()[what][0](part)
+    def inject(self, number: int, what: Disturbance, parts: tuple[str, ...]) -> float:
+        del number
+        at = time.monotonic()
+        for part in parts:
+            self._acts()[what][0](part)
+        return at
 
-    def heal(self, what: Disturbance, part: str) -> None:
-        self._acts()[what][1](part)
+    def heal(self, what: Disturbance, parts: tuple[str, ...]) -> None:
+        for part in parts:
+            self._acts()[what][1](part)
 
     def stop(self) -> None:
         """Not in order: whoever ends a drill does not wait for a conversation to be saved."""

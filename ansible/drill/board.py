@@ -1,0 +1,190 @@
+"""Strikes one board and heals it: `board.py probe | strike WHAT SECONDS UNIT | heal`. Runs on the board, as root.
+
+Before a strike a timer of the board's own systemd is set that heals it after SECONDS, so that nobody has to reach a
+board to put it right. Everything is answered in JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path("/run/kvferry-drill")
+STATE = HERE / "struck.json"
+HEALER = "kvferry-drill-heal"
+TABLE = "kvferry_drill"
+SLOW = ("tbf", "rate", "128kbit", "burst", "4kb", "latency", "2s")
+HOUR_S = 3600
+RECENT_S = 600
+PATTERN = "kv*.kv"
+NFS_PORT = 2049
+
+
+def run(*argv: str, text: str | None = None) -> None:
+    """A command that must succeed."""
+    done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(argv)}: {done.stderr.strip()}")
+
+
+def quietly(*argv: str) -> None:
+    """A command that may have nothing to do."""
+    subprocess.run(argv, capture_output=True, check=False)
+
+
+def probe(store: str) -> dict[str, str]:
+    """What can be done here, and by what means."""
+    ways = {
+        "kill": "systemctl kill -s KILL; systemd starts it again",
+        "freeze": "systemctl kill -s STOP",
+        "power-cut": "its network is taken down, then reboot -ff",
+    }
+    if Path(store).is_dir():
+        ways["store-rotten"] = "a bit of each snapshot file of the last ten minutes is flipped"
+    if shutil.which("nft"):
+        ways["cut"] = "nft drops everything but ssh, in both directions"
+        ways["cut-outgoing"] = "nft drops everything but ssh that the board sends"
+        if file_system_of(store).startswith("nfs"):
+            ways["store-hung"] = "nft drops the board's packets to its NFS server"
+    if shutil.which("tc"):
+        ways["slow-link"] = "tc tbf with 128 kbit/s for what the board sends"
+    with contextlib.suppress(OSError):
+        time.clock_settime(time.CLOCK_REALTIME, time.time())
+        ways["clock-forward"] = "the board's clock is set an hour ahead"
+        ways["clock-back"] = "the board's clock is set an hour back"
+    return ways
+
+
+def file_system_of(folder: str) -> str:
+    """Its type."""
+    found = subprocess.run(["findmnt", "-n", "-o", "FSTYPE", "-T", folder], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def device() -> str:
+    """The network device by which the board reaches others: that which has an address that is not the loopback's."""
+    shown = subprocess.run(["ip", "-o", "-4", "addr", "show", "up"], capture_output=True, text=True, check=True).stdout
+    return next(line.split()[1] for line in shown.splitlines() if line.split()[1] != "lo")
+
+
+def chains(*hooks: str) -> str:
+    """Rules that let nothing pass but ssh and what the board says to itself."""
+    keep = {"input": 'iifname "lo" accept; tcp dport 22 accept;', "output": 'oifname "lo" accept; tcp sport 22 accept;'}
+    rules = "".join(
+        f"chain {hook} {{ type filter hook {hook} priority -10; policy drop; {keep[hook]} }}\n" for hook in hooks
+    )
+    return f"table inet {TABLE} {{\n{rules}}}\n"
+
+
+def strike(what: str, seconds: float, unit: str, store: str) -> dict[str, Any]:
+    """Once it is written down how it is healed. Tells when it was done, by the board's clock."""
+    flips = plan_flips(Path(store)) if what == "store-rotten" else []
+    STATE.write_text(json.dumps({"what": what, "unit": unit, "device": device(), "flips": flips}))
+    quietly("systemctl", "stop", f"{HEALER}.timer")
+    heal_command = [sys.executable, str(HERE / "board.py"), "heal"]
+    run(
+        "systemd-run",
+        "--quiet",
+        f"--unit={HEALER}",
+        f"--on-active={seconds}",
+        "--timer-property=AccuracySec=100ms",
+        *heal_command,
+    )
+    at = time.time()
+    if what == "kill":
+        run("systemctl", "kill", "-s", "KILL", "--kill-whom=all", unit)
+    elif what == "freeze":
+        run("systemctl", "kill", "-s", "STOP", "--kill-whom=all", unit)
+    elif what == "cut":
+        run("nft", "-f", "-", text=chains("input", "output"))
+    elif what == "cut-outgoing":
+        run("nft", "-f", "-", text=chains("output"))
+    elif what == "store-hung":
+        drop = f"chain output {{ type filter hook output priority -10; tcp dport {NFS_PORT} drop; }}"
+        run("nft", "-f", "-", text=f"table inet {TABLE} {{ {drop} }}\n")
+    elif what == "slow-link":
+        run("tc", "qdisc", "add", "dev", device(), "root", *SLOW)
+    elif what in {"clock-forward", "clock-back"}:
+        time.clock_settime(time.CLOCK_REALTIME, at + (HOUR_S if what == "clock-forward" else -HOUR_S))
+    elif what == "store-rotten":
+        for flip in flips:
+            put(flip, flip["damaged"])
+    elif what == "power-cut":
+        quietly("systemd-run", "--quiet", "sh", "-c", f"sleep 0.2; ip link set {device()} down; reboot -ff")
+    else:
+        sys.exit(f"there is no way to do {what}")
+    return {"at": at, "n_flipped": len(flips)}
+
+
+def heal() -> dict[str, Any]:
+    """Whatever was done. Does no harm when nothing was, or when it was undone already."""
+    quietly("systemctl", "stop", f"{HEALER}.timer")
+    if not STATE.exists():
+        return {"healed": ""}
+    struck = json.loads(STATE.read_text())
+    what = struck["what"]
+    if what == "freeze":
+        quietly("systemctl", "kill", "-s", "CONT", "--kill-whom=all", struck["unit"])
+    elif what in {"cut", "cut-outgoing", "store-hung"}:
+        quietly("nft", "delete", "table", "inet", TABLE)
+    elif what == "slow-link":
+        quietly("tc", "qdisc", "del", "dev", struck["device"], "root")
+    elif what in {"clock-forward", "clock-back"}:
+        time.clock_settime(time.CLOCK_REALTIME, time.time() + (-HOUR_S if what == "clock-forward" else HOUR_S))
+    elif what == "store-rotten":
+        for flip in struck["flips"]:
+            with contextlib.suppress(FileNotFoundError):  # it was refused, and moved away
+                if Path(flip["path"]).stat().st_ino == flip["inode"]:
+                    put(flip, flip["right"])
+    STATE.unlink()
+    return {"healed": what}
+
+
+def plan_flips(store: Path) -> list[dict[str, Any]]:
+    """A bit three quarters into every file that is new enough to be the drill's own."""
+    flips = []
+    for path in store.rglob(PATTERN):
+        status = path.lstat()
+        if path.is_symlink() or status.st_mtime < time.time() - RECENT_S:
+            continue
+        offset = (status.st_size - 1) * 3 // 4
+        with path.open("rb") as file:
+            file.seek(offset)
+            right = file.read(1)[0]
+        flips.append(
+            {"path": str(path), "inode": status.st_ino, "offset": offset, "right": right, "damaged": right ^ 0x10}
+        )
+    return flips
+
+
+def put(flip: dict[str, Any], value: int) -> None:
+    """Nobody is told: its times stay."""
+    path = Path(flip["path"])
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(flip["offset"])
+        file.write(bytes([value]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def main(verb: str, *more: str) -> None:
+    """See above."""
+    if verb == "probe":
+        told: dict[str, Any] = probe(*more)
+    elif verb == "strike":
+        what, seconds, unit, store = more
+        told = strike(what, float(seconds), unit, store)
+    else:
+        told = heal()
+    sys.stdout.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
