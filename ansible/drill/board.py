@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +149,17 @@ def heal() -> dict[str, Any]:
 
 
 def plan_flips(store: Path) -> list[dict[str, Any]]:
-    """A bit three quarters into every file that is new enough to be the drill's own."""
+    """A bit in the last half of every file that is new enough to be the drill's own.
+
+    Where depends on the board: two that share a store would put right what the other damaged.
+    """
     flips = []
+    per_mille = 500 + zlib.crc32(os.uname().nodename.encode()) % 490
     for path in store.rglob(PATTERN):
         status = path.lstat()
         if path.is_symlink() or status.st_mtime < time.time() - RECENT_S:
             continue
-        offset = (status.st_size - 1) * 3 // 4
+        offset = (status.st_size - 1) * per_mille // 1000
         with path.open("rb") as file:
             file.seek(offset)
             right = file.read(1)[0]
@@ -168,7 +173,7 @@ def put(flip: dict[str, Any], value: int) -> None:
     """Nobody is told: its times stay."""
     path = Path(flip["path"])
     before = path.stat()
-    with path.open("r+b") as file:
+    with path.open("r+b") as file:  # as root, whatever its mode
         file.seek(flip["offset"])
         file.write(bytes([value]))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

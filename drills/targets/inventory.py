@@ -66,9 +66,13 @@ class InventoryTarget(Target):
 
     @property
     def address(self) -> str:
-        first = self._variables[self._groups["coordinators"]["hosts"][0]]
-        host = first.get("kvferry_address", first.get("ansible_host", self._groups["coordinators"]["hosts"][0]))
-        return f"{host}:{first.get('kvferry_coordinator_port', 7070)}"
+        """All coordinators, with commas: a client asks another one when the first is struck."""
+        addresses = []
+        for host in self._groups["coordinators"]["hosts"]:
+            told = self._variables.get(host, {})
+            name = told.get("kvferry_address", told.get("ansible_host", host))
+            addresses.append(f"{name}:{told.get('kvferry_coordinator_port', 7070)}")
+        return ",".join(addresses)
 
     @property
     def node_ids(self) -> frozenset[str]:

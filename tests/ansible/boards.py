@@ -29,7 +29,7 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 # What a systemd inside a namespace needs of its own; "unified" has cgroup.kill and cgroup.freeze.
 CONTROLLERS: Final = ("systemd", "unified", "memory", "cpu", "pids")
 PACKAGES: Final = (
-    "systemd", "systemd-sysv", "dbus", "libpam-systemd", "openssh-server", "python3", "iproute2", "procps",
+    "systemd", "systemd-sysv", "nftables", "dbus", "libpam-systemd", "openssh-server", "python3", "iproute2", "procps",
 )  # fmt: skip
 SUBNET: Final = "10.77.0"
 STATE_FILE: Final = "rig.json"
@@ -60,7 +60,7 @@ def base_root(cache: Path) -> Path:
         line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line
     )  # VERSION_CODENAME=bookworm
     suite = release["VERSION_CODENAME"].strip('"')
-    final = cache / f"board-root-{suite}-1"
+    final = cache / f"board-root-{suite}-2"
     if final.is_dir():
         return final
     cache.mkdir(parents=True, exist_ok=True)

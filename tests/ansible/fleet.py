@@ -80,7 +80,7 @@ class Fleet:
         self.shape = shape
         self.address = ",".join(f"{rig.address(board)}:7070" for board in shape.coordinators)
         self._secrets = rig.folder / "secrets"
-        self._inventory = rig.folder / "inventory.json"
+        self.inventory = rig.folder / "inventory.json"
         variables = {
             "ansible_ssh_common_args": f"-F {rig.ssh_config}",
             "program_source": str(source),
@@ -97,7 +97,7 @@ class Fleet:
             "node_drain_seconds": 30,
         }
         inventory = {**shape.groups(rig), "all": {"vars": variables}}
-        self._inventory.write_text(json.dumps(inventory))  # JSON is YAML
+        self.inventory.write_text(json.dumps(inventory))  # JSON is YAML
 
     @property
     def token(self) -> str:
@@ -117,7 +117,7 @@ class Fleet:
             "ANSIBLE_NOCOLOR": "1",
         }
         done = subprocess.run(
-            self.rig.beside([program, "-i", self._inventory, playbook, "-e", json.dumps(variables)]),
+            self.rig.beside([program, "-i", self.inventory, playbook, "-e", json.dumps(variables)]),
             cwd=ANSIBLE, env=environment,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip

@@ -1,0 +1,101 @@
+"""What strikes and heals a board, without a board."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from .conftest import load_program
+
+
+@pytest.fixture
+def board(ansible: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    program = load_program(ansible / "drill" / "board.py")
+    monkeypatch.setattr(program, "STATE", tmp_path / "struck.json")
+    return program
+
+
+@pytest.fixture
+def commands(board: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What it would have run."""
+    done: list[tuple[str, ...]] = []
+    for name in ("run", "quietly"):
+        monkeypatch.setattr(board, name, lambda *argv, text=None: done.append(argv))
+    monkeypatch.setattr(board, "device", lambda: "eth0")
+    return done
+
+
+def snapshots(folder: Path) -> list[Path]:
+    paths = [folder / f"kv_{number}.kv" for number in range(3)]
+    for path in paths:
+        path.write_bytes(bytes(range(200)))
+        path.chmod(0o440)
+    os.utime(paths[2], (1.0, 1.0))
+    return paths
+
+
+def test_only_snapshots_of_the_drill_rot_and_healing_puts_back_what_is_still_there(
+    board: ModuleType, commands: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    (tmp_path / "store").mkdir()
+    new, refused, old = snapshots(tmp_path / "store")
+    right = new.read_bytes()
+    before = new.stat()
+    told = board.strike("store-rotten", 30.0, "kvferry-node", str(tmp_path / "store"))
+    assert told["n_flipped"] == 2
+    assert (old.read_bytes(), new.read_bytes() != right) == (right, True)
+    assert sum(a != b for a, b in zip(new.read_bytes(), right, strict=True)) == 1
+    assert (new.stat().st_mtime_ns, new.stat().st_size) == (before.st_mtime_ns, before.st_size)
+    refused.rename(tmp_path / "quarantined")
+    assert board.heal() == {"healed": "store-rotten"}
+    assert new.read_bytes() == right
+    assert (tmp_path / "quarantined").read_bytes() != right
+    assert board.heal() == {"healed": ""}  # twice does no harm
+
+
+@pytest.mark.parametrize(
+    ("what", "heals"),
+    [
+        ("freeze", ("systemctl", "kill", "-s", "CONT", "--kill-whom=all", "kvferry-node")),
+        ("cut", ("nft", "delete", "table", "inet", "kvferry_drill")),
+        ("cut-outgoing", ("nft", "delete", "table", "inet", "kvferry_drill")),
+        ("slow-link", ("tc", "qdisc", "del", "dev", "eth0", "root")),
+    ],
+)
+def test_the_boards_own_timer_is_set_before_it_is_struck(
+    board: ModuleType, commands: list[tuple[str, ...]], what: str, heals: tuple[str, ...], tmp_path: Path
+) -> None:
+    board.strike(what, 9.0, "kvferry-node", str(tmp_path))
+    struck: dict[str, Any] = json.loads(board.STATE.read_text())
+    assert struck["what"] == what
+    timer, strike = (i for i, argv in enumerate(commands) if argv[:2] != ("systemctl", "stop"))
+    assert commands[timer][0] == "systemd-run"
+    assert "--on-active=9.0" in commands[timer]
+    assert timer < strike
+    board.heal()
+    assert commands[-1] == heals
+    assert not board.STATE.exists()
+
+
+def test_ssh_is_never_cut(board: ModuleType) -> None:
+    for hooks in (("input", "output"), ("output",)):
+        rules = board.chains(*hooks)
+        assert rules.count("policy drop") == len(hooks)
+        assert all(f"{'d' if hook == 'input' else 's'}port 22 accept" in rules for hook in hooks)
+
+
+def test_a_board_says_what_can_be_done_there(
+    board: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(board.time, "clock_settime", refuse)
+    ways = board.probe(str(tmp_path))
+    assert {"kill", "freeze", "power-cut", "store-rotten"} <= set(ways)
+    assert not {"clock-forward", "store-full"} & set(ways)  # a board's disk is never filled
