@@ -146,6 +146,8 @@ class _Director:
                 self._stage.wait(0.05)
                 self._heal_due()
             self._stage.check_answering(injection.turn, time.monotonic())
+            if number == 0:
+                self._stage.check_undisturbed()
             self._strike(number, injection)
             self._stage.check_answering(injection.turn, self.strikes[number].at)
         while self._heal_at and time.monotonic() < until:

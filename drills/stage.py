@@ -107,8 +107,9 @@ class Stage:
         return self.conversations[0].node_id
 
     def has_come_to(self, turn: int, n_tokens: int) -> bool:
-        """Whether every conversation has so many tokens of that answer, or is beyond; or all have ended."""
-        return self.is_over or all((c.turn, c.n_tokens) >= (turn, n_tokens) for c in self.conversations)
+        """Whether the first conversation has so many tokens of that answer, or is beyond; or all have ended."""
+        first = self.conversations[0]
+        return self.is_over or (first.turn, first.n_tokens) >= (turn, n_tokens)
 
     def wait(self, seconds: float) -> None:
         """Until something is heard, or this long."""
@@ -122,6 +123,16 @@ class Stage:
         if first.turn < turn or (ends and ends[0] <= at):
             said = first.error or "the machine is too fast, or the strike too slow"
             raise DrillImpossible(f"Answer {turn} was over before it could be disturbed: {said}.")
+
+    def check_undisturbed(self) -> None:
+        """Raises DrillImpossible when something broke before anything was done: what came later would prove nothing."""
+        for conversation in self.conversations:
+            for _, event in [*conversation.events(NodeLost), *conversation.events(ConnectionLost)]:
+                what = event.node_id if isinstance(event, NodeLost) else "the coordinator"
+                cause = event.cause if isinstance(event, NodeLost | ConnectionLost) else ""
+                raise DrillImpossible(
+                    f"{what} was lost before anything was disturbed ({cause}); is the machine overloaded?"
+                )
 
     def end(self, until: float) -> bool:
         """Whether all conversations have ended by then."""

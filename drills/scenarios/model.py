@@ -40,8 +40,8 @@ class Where(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
-    """Strikes when the conversations have `after_tokens` tokens of turn `turn` (the first is 1); healed `hold_s`
-    later, or when the next injection has struck if that comes later."""
+    """Strikes when the first conversation has `after_tokens` tokens of answer `turn` (the first is 1), wherever the
+    others are by then; healed `hold_s` later."""
 
     what: Disturbance
     where: Where

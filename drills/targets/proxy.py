@@ -50,7 +50,7 @@ class Relay:
         self, name: str, *, into: bool = True, out: bool = True, delay_s: float = 0.0, bytes_per_s: float = 0.0
     ) -> None:
         """From now on; without arguments the cable is as good as new. 0 bytes per second: no limit."""
-        self._call(self._set(name, into, out, delay_s, bytes_per_s))
+        self._call(self._set(name, into=into, out=out, delay_s=delay_s, bytes_per_s=bytes_per_s))
 
     def close(self) -> None:
         """Closes all connections."""
@@ -63,9 +63,10 @@ class Relay:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
 
     async def _listen(self, name: str, upstream: Upstream, part_dials: bool) -> int:
-        cable = self._cables.setdefault(name, Cable())
-        cable.into.set()
-        cable.out.set()
+        if name not in self._cables:
+            self._cables[name] = Cable()
+            await self._set(name, into=True, out=True, delay_s=0.0, bytes_per_s=0.0)
+        cable = self._cables[name]
 
         async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -80,7 +81,7 @@ class Relay:
         self._servers.append(server)
         return int(server.sockets[0].getsockname()[1])
 
-    async def _set(self, name: str, into: bool, out: bool, delay_s: float, bytes_per_s: float) -> None:
+    async def _set(self, name: str, *, into: bool, out: bool, delay_s: float, bytes_per_s: float) -> None:
         cable = self._cables[name]
         cable.delay_s, cable.bytes_per_s = delay_s, bytes_per_s
         for gate, is_open in ((cable.into, into), (cable.out, out)):
