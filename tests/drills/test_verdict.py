@@ -62,12 +62,19 @@ def test_a_pause_without_a_wrong_token_holds() -> None:
     assert ruling_of(results, figures, sentences) is Ruling.HELD
 
 
-def test_the_coordinators_list_may_show_it_before_any_client() -> None:
-    got = conversation(TRUTH, [100.1, 100.2, 100.3, 104.4, 104.5, 104.6], lost_at=104.3)
-    figures, _ = figures_of(
-        seen(got, Sight(100.2, "node-1", NodeState.SUSPECT, True), Sight(102.3, "node-1", NodeState.SUSPECT, True))
-    )
+def test_what_no_client_had_to_be_told_counts_from_the_coordinators_list() -> None:
+    before, after = (Sight(at, "node-1", NodeState.SUSPECT, True) for at in (100.2, 102.3))
+    figures, _ = figures_of(seen(conversation(TRUTH), before, after))
     assert figures.detection_s == pytest.approx(2.0)  # what was so before the strike does not count
+    lost = conversation(TRUTH, [100.1, 100.2, 100.3, 104.4, 104.5, 104.6], lost_at=104.3)
+    assert figures_of(seen(lost, after))[0].detection_s == pytest.approx(4.0)  # suspected is not left
+
+
+def test_a_store_is_noticed_when_a_node_says_so() -> None:
+    hung = Strike(100.3, Disturbance.STORE_HUNG, Where.STORE, ("store",), "SIGSTOP", healed_at=108.0)
+    sights = [Sight(101.0, "node-2", NodeState.SUSPECT, True), Sight(104.3, "node-1", NodeState.LIVE, False)]
+    told = Seen([conversation(TRUTH)], [conversation(TRUTH)], [hung], sights, 0, 0, 109.0)
+    assert figures_of(told)[0].detection_s == pytest.approx(4.0)
 
 
 def test_what_was_never_seen_breaks_its_limit() -> None:
