@@ -15,6 +15,7 @@ from typing import Final
 
 import click
 
+from kvferry.client.commands.options import connect
 from kvferry.drills.cluster import default_threads_per_node
 from kvferry.drills.drill_report import as_text, default_reports, headline, write_report
 from kvferry.drills.errors import DrillError
@@ -26,6 +27,7 @@ from kvferry.drills.targets.base import Target
 from kvferry.drills.verdict import Ruling
 from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option, print_json
+from kvferry.trust.options import credential_options
 
 BROKEN_EXIT: Final = 1
 IMPOSSIBLE_EXIT: Final = 2
@@ -101,6 +103,7 @@ def explain(name: str, as_json: bool) -> None:
     help="Reports go here, each into a folder of its own. Default: a folder of the user's data directory.",
 )
 @click.option("--allow-power-cut", is_flag=True, help="Boards of an inventory may be rebooted without warning.")
+@credential_options
 @click.option("--json", "is_json", is_flag=True, help="Print the report for programs instead.")
 def run(
     name: str,
@@ -158,7 +161,7 @@ def _maker(where: str, model: str, n_nodes: int, n_threads: int, *, allow_power_
         inventory = Path(file)
         if not inventory.exists():
             raise click.UsageError(f"There is no inventory {file}.")
-        return lambda journal: InventoryTarget(journal, inventory, allow_power_cut=allow_power_cut)
+        return lambda journal: InventoryTarget(journal, inventory, connect, allow_power_cut=allow_power_cut)
     raise click.UsageError(f"There is no target {where!r}: local, netns or inventory=FILE.")
 
 

@@ -92,11 +92,11 @@ def run_scenario(scenario: Scenario, target: Target, started: float, say: Say) -
 
 def _disturb(scenario: Scenario, target: Target, outcome: Outcome, say: Say) -> None:
     plans = [requests_of(number, scenario.n_turns, target.answer_tokens) for number in range(scenario.n_conversations)]
-    with Client(target.address, patience_s=scenario.duration_s) as client:
+    with target.connect(scenario.duration_s) as client, target.connect(0) as impatient:
         _wait_until_steady(client, target)
         say(f"steady state: {len(target.node_ids)} nodes live; now the undisturbed answers")
         outcome.control = [hold_undisturbed(client, plan, CONTROL_TENANT, i) for i, plan in enumerate(plans)]
-        with Watch(target.address) as watch:
+        with Watch(impatient) as watch:
             outcome.began_at = time.monotonic()
             until = outcome.began_at + scenario.duration_s
             stage = Stage(client, plans, TENANT)

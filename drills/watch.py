@@ -31,9 +31,9 @@ class Sight:
 
 @dataclass
 class Watch:
-    """As a context manager it polls in a thread of its own."""
+    """As a context manager it polls in a thread of its own. `client` has no patience, and is not closed."""
 
-    address: str
+    client: Client
     sights: list[Sight] = field(default_factory=list)
     bytes_restored: int = 0
     files_refused: int = 0
@@ -60,15 +60,14 @@ class Watch:
         return all(node_id in last and is_well(last[node_id]) for node_id in node_ids)
 
     def _run(self) -> None:
-        with Client(self.address, patience_s=0) as client:
-            while not self._ended.wait(POLL_S):
-                try:
-                    nodes = client.nodes()
-                except ClientError:  # the coordinator itself is gone
-                    self._last = {}
-                    continue
-                for node in nodes:
-                    self._look(node)
+        while not self._ended.wait(POLL_S):
+            try:
+                nodes = self.client.nodes()
+            except ClientError:  # the coordinator itself is gone
+                self._last = {}
+                continue
+            for node in nodes:
+                self._look(node)
 
     def _look(self, node: NodeInfo) -> None:
         before = self._last.get(node.node_id)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvferry.client.sdk import Client
 from kvferry.drills.journal import Journal
 from kvferry.drills.scenarios import Disturbance, Scenario
 
@@ -37,6 +38,10 @@ class Target(ABC):
     @abstractmethod
     def address(self) -> str:
         """host:port of the coordinator, for this process."""
+
+    def connect(self, patience_s: float) -> Client:
+        """A client of its coordinator."""
+        return Client(self.address, patience_s=patience_s)
 
     @property
     @abstractmethod

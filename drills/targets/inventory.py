@@ -13,11 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from kvferry.client.sdk import Client
 from kvferry.drills.errors import DrillImpossible
 from kvferry.drills.journal import Journal
 from kvferry.drills.scenarios import COORDINATOR, STORE, Disturbance, Injection, Scenario
@@ -29,6 +30,9 @@ PLAY_S: Final = 120.0
 SELF_HEAL_MARGIN_S: Final = 2.0
 """A board heals itself so much later than it is to be healed from here, should that fail."""
 
+Connect = Callable[[str, float], Client]
+"""A client of this address with this patience, and with the operator's certificate and token."""
+
 
 class InventoryTarget(Target):
     """A fleet that was rolled out by `site.yml`; nothing of it is started or stopped but what a drill breaks."""
@@ -36,8 +40,9 @@ class InventoryTarget(Target):
     kind = "inventory"
     answer_tokens = 256
 
-    def __init__(self, journal: Journal, inventory: Path, *, allow_power_cut: bool) -> None:
+    def __init__(self, journal: Journal, inventory: Path, connect: Connect, *, allow_power_cut: bool) -> None:
         super().__init__(journal)
+        self._connect = connect
         self._inventory = inventory.resolve()
         self._allow_power_cut = allow_power_cut
         self._plays: dict[int, subprocess.Popen[bytes]] = {}
@@ -73,6 +78,9 @@ class InventoryTarget(Target):
             name = told.get("kvferry_address", told.get("ansible_host", host))
             addresses.append(f"{name}:{told.get('kvferry_coordinator_port', 7070)}")
         return ",".join(addresses)
+
+    def connect(self, patience_s: float) -> Client:
+        return self._connect(self.address, patience_s)
 
     @property
     def node_ids(self) -> frozenset[str]:

@@ -73,6 +73,10 @@ class NetnsTarget(ProcessTarget):
         made = self._boards = Boards(self.journal, self._all_names)
         return {name: Place(host=made.address(name), within=made.within(name)) for name in self._all_names}
 
+    @property
+    def _arguments(self) -> tuple[str, ...]:
+        return ("--insecure-plaintext",)  # nobody else is on that network
+
     def _acts(self) -> dict[Disturbance, tuple[Callable[[str], None], Callable[[str], None]]]:
         made = self._boards
         assert made is not None  # noqa: S101 - made in _places

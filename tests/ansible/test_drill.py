@@ -15,9 +15,6 @@ import pytest
 
 from .fleet import NODES, Fleet, Run
 
-# The same four boards as for the rollout, made anew.
-from .test_rollout import first_run, fleet, source  # noqa: F401
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 DRILLS = (
@@ -27,11 +24,11 @@ DRILLS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rolled_out(first_run: Run) -> None:  # noqa: F811
+def _rolled_out(first_run: Run) -> None:
     assert first_run.returncode == 0, first_run.output[-4000:]
 
 
-def drill(fleet: Fleet, folder: Path, name: str) -> subprocess.Popen[str]:  # noqa: F811
+def drill(fleet: Fleet, folder: Path, name: str) -> subprocess.Popen[str]:
     """`kvferry drill run` on the boards' network."""
     argv = ["drill", "run", name, "--target", f"inventory={fleet.inventory}", "--report", str(folder / "reports")]
     environment = {
@@ -45,7 +42,7 @@ def drill(fleet: Fleet, folder: Path, name: str) -> subprocess.Popen[str]:  # no
     )  # fmt: skip
 
 
-def rules(fleet: Fleet) -> list[str]:  # noqa: F811
+def rules(fleet: Fleet) -> list[str]:
     """What a drill may leave on boards."""
     look = (
         "nft list tables; tc qdisc show | grep tbf; ls -d /run/kvferry-drill; systemctl list-timers | grep drill; true"
@@ -54,7 +51,7 @@ def rules(fleet: Fleet) -> list[str]:  # noqa: F811
 
 
 @pytest.mark.parametrize("name", DRILLS)
-def test_a_drill_on_boards_ends_with_its_verdict_and_leaves_nothing(fleet: Fleet, tmp_path: Path, name: str) -> None:  # noqa: F811
+def test_a_drill_on_boards_ends_with_its_verdict_and_leaves_nothing(fleet: Fleet, tmp_path: Path, name: str) -> None:
     fleet.wait_until_live([f"n{board}" for board in NODES], 60)
     out, err = drill(fleet, tmp_path, name).communicate(timeout=300)
     told: dict[str, Any] = json.loads(out) if out.startswith("{") else {}
@@ -65,7 +62,7 @@ def test_a_drill_on_boards_ends_with_its_verdict_and_leaves_nothing(fleet: Fleet
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_board_that_was_cut_off_heals_itself_when_nobody_is_left_to_do_it(fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
+def test_a_board_that_was_cut_off_heals_itself_when_nobody_is_left_to_do_it(fleet: Fleet, tmp_path: Path) -> None:
     fleet.wait_until_live([f"n{board}" for board in NODES], 60)
     process = drill(fleet, tmp_path, "cut")
     assert process.stderr is not None
