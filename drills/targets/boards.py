@@ -75,6 +75,7 @@ class Boards:
         self.group.mkdir()
         (self.group / "networks").mkdir()
         run("ip", "link", "set", "lo", "up")
+        subprocess.run(["ip", "link", "delete", "switch"], capture_output=True, check=False)  # of the drill before
         run("ip", "link", "add", "switch", "type", "bridge")
         run("ip", "address", "add", f"{NETWORK}.1/24", "dev", "switch")
         run("ip", "link", "set", "switch", "up")
