@@ -82,7 +82,8 @@ def test_a_second_run_changes_nothing(fleet: Fleet) -> None:
 
 
 def test_programs_speak_to_it_with_the_token_that_the_rollout_made(fleet: Fleet) -> None:
-    question = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+    messages = [{"role": "user", "content": "Hello!"}]
+    question = {"model": "smollm2-135m", "messages": messages, "max_tokens": 8, "temperature": 0}
     status, answer = fleet.openai(COORDINATOR, "/v1/chat/completions", question)
     assert (status, answer["usage"]["completion_tokens"]) == (200, 8)
     status, refusal = fleet.openai(COORDINATOR, "/v1/chat/completions", question, token="kvf_made_up")  # noqa: S106 - nobody's

@@ -79,7 +79,8 @@ def test_an_answer_goes_on_when_its_coordinator_is_killed(fleet: Fleet) -> None:
 
 
 def test_programs_are_served_at_either_address(fleet: Fleet) -> None:
-    question = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+    messages = [{"role": "user", "content": "Hello!"}]
+    question = {"model": "smollm2-135m", "messages": messages, "max_tokens": 8, "temperature": 0}
     for board in TWO_COORDINATORS.coordinators:
         status, answer = fleet.openai(board, "/v1/chat/completions", question)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 8)
