@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import pairwise
@@ -149,6 +150,8 @@ class Stage:
             conversation.token_ids = session.details().token_ids
         except ClientError as error:
             conversation.error = str(error)
+        except (CancelledError, RuntimeError) as error:  # the drill was interrupted: the client is closed under us
+            conversation.error = f"given up ({str(error) or type(error).__name__})"
         with self._heard:
             self._heard.notify_all()
 
