@@ -12,7 +12,8 @@ Compiled code is trusted like the program: files of another user, and folders th
 Kernels that few models need are a part of their own, compiled and published when a model first asks for them.
 
 Manifests are named by a digest of everything the machine code depends on: the kernels' sources, the compilers'
-versions, the processor and the kernel path. An edit, an upgrade or another board gets a cache of its own.
+versions, the processor and the kernel path. An edit, another compiler or another board gets a cache of its
+own; another clone, or a release with the same kernels, does not.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from llvmlite import binding
 
 from kvferry.engine.files.catalogue import cache_root
 from kvferry.engine.files.digest import file_sha256
+from kvferry.engine.kernels.cache_locator import CONTENT_LOCATOR
 from kvferry.engine.kernels.instruction_sets import host_instruction_set
 
 # An unpublished folder may belong to a process that is compiling just now; after a day it does not.
@@ -278,16 +280,16 @@ def _compile_cache(part: str) -> CompileCache:
 def numba_caching_here(part: str = ALWAYS) -> Iterator[None]:
     """Functions jitted inside keep their compiled code in ``compile_cache(part).folder``."""
     config: Any = numba.config
-    before = config.CACHE_DIR
-    config.CACHE_DIR = str(compile_cache(part).folder)
+    before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
+    config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = str(compile_cache(part).folder), CONTENT_LOCATOR
     try:
         yield
     finally:
-        config.CACHE_DIR = before
+        config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
 
 
 def _key() -> str:
-    """A digest of all that the machine code depends on. Numba compares modification times, so they count too."""
+    """A digest of all that the machine code depends on; a release whose kernels are the last one's takes theirs."""
     digest = hashlib.blake2b(digest_size=8)
     facts = [*(f"{package} {version(package)}" for package in ("numba", "llvmlite", "numpy")), sys.version]
     facts += [binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), host_instruction_set().name]
@@ -297,7 +299,7 @@ def _key() -> str:
         if name.startswith("NUMBA_") and name != "NUMBA_CACHE_DIR"
     )
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        facts.append(f"{path} {path.stat().st_mtime_ns} {file_sha256(path)}")
+        facts.append(f"{path.name} {file_sha256(path)}")
     for fact in facts:
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()

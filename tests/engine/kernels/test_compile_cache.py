@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,6 +142,33 @@ def test_without_a_child_the_process_compiles_for_itself(root, monkeypatch):
     cache = CompileCache(root, "key")
     assert not cache.is_warm
     assert cache.folder.is_dir()
+
+
+def test_another_clone_of_the_same_kernels_takes_what_is_compiled(tmp_path):
+    """A release that is installed beside another one starts without compiling, unless a kernel changed."""
+    program = """
+import sys
+from kvferry.engine.kernels.compile_cache import compile_cache
+from kvferry.engine.kernels.jit import kernel
+import doubling
+twice = kernel(doubling.twice)
+assert twice(21) == 42
+compile_cache().publish()
+print(sum(twice.stats.cache_hits.values()))
+"""
+    environment = os.environ | {"KVFERRY_CACHE": str(tmp_path / "cache"), "KVFERRY_COMPILING_CHILD": "1"}
+    hits = []
+    for release, body in (("first", "2 * n"), ("second", "2 * n"), ("third", "n + n")):
+        (tmp_path / release / "kernels").mkdir(parents=True)
+        (tmp_path / release / "kernels/doubling.py").write_text(f"def twice(n):\n    return {body}\n")
+        path = f"{tmp_path / release / 'kernels'}:{Path(compile_cache.__file__).parents[3]}"
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(
+            command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        hits.append(int(done.stdout))
+    assert hits == [0, 1, 0]
 
 
 def test_the_key_knows_sources_and_processor(monkeypatch):
