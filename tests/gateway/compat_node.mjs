@@ -1,5 +1,6 @@
 // Each feature with OpenAI's Node client, unmodified. Asks for one of them on each line of stdin: "FEATURE", answers with a line
-// of JSON: {"feature": ..., "error": null or what was wrong}. "ready" on stdout before a kill is awaited.
+// of JSON: {"feature": ..., "error": null or what was wrong}. A line "kill" on stdout asks for the next answer's node to be killed;
+// that answer begins when a line says that all is set for it.
 
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
@@ -9,6 +10,8 @@ const [, , folder, baseURL, seeingURL, pictureURL] = process.argv;
 const { default: OpenAI } = createRequire(`${folder}/`)("openai");
 const client = new OpenAI({ baseURL, apiKey: "unused", maxRetries: 0 });
 const seeing = new OpenAI({ baseURL: seeingURL, apiKey: "unused", maxRetries: 0 });
+
+const lines = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
 
 const question = [{ role: "user", content: "Name three rivers of Europe and say a word about each." }];
 const story = "Tell a long story of a ferry and its captain.";
@@ -38,6 +41,10 @@ async function streamed(fields) {
   for await (const chunk of await chat({ stream: true, ...fields }))
     for (const choice of chunk.choices) texts[choice.index] = (texts[choice.index] ?? "") + (choice.delta.content ?? "");
   return texts;
+}
+async function killOfNextAnswer() {
+  console.log("kill");
+  await lines.next();
 }
 async function refused(promise, kind = OpenAI.BadRequestError) {
   await assert.rejects(promise, (error) => error instanceof kind && error.message.length > 0);
@@ -129,7 +136,7 @@ const checks = {
   async chat_failover() {
     const fields = { messages: [{ role: "user", content: story }], max_tokens: 120 };
     const whole = (await chat(fields)).choices[0].message.content;
-    console.log("kill");
+    await killOfNextAnswer();
     assert.deepEqual(await streamed(fields), [whole]);
   },
   async text() {
@@ -190,7 +197,7 @@ const checks = {
   },
   async response_failover() {
     const whole = (await response({ max_output_tokens: 120 })).output_text;
-    console.log("kill");
+    await killOfNextAnswer();
     const events = await all(await response({ max_output_tokens: 120, stream: true }));
     const deltas = events.filter((event) => event.type === "response.output_text.delta").map((event) => event.delta);
     assert.equal(deltas.join(""), whole);
@@ -232,7 +239,7 @@ function tool_named(name) {
   return { type: "function", function: { name } };
 }
 
-for await (const feature of createInterface({ input: process.stdin })) {
+for await (const feature of lines) {
   let error = null;
   try {
     await checks[feature]();

@@ -127,14 +127,18 @@ class NodeChecks:
 
     def run(self, feature: str) -> str | None:
         """What was wrong."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{feature}\n")
-        self._process.stdin.flush()
+        self._tell(feature)
         line = self._read()
         if line != "kill":
             return json.loads(line)["error"]
         with self._failover():
+            self._tell("go")
             return json.loads(self._read())["error"]
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -147,12 +151,9 @@ class NodeChecks:
 def node(node_folder, base_url, seeing_url, picture_url, killer) -> Iterator[NodeChecks]:
     program = Path(__file__).with_name("compat_node.mjs")
     command = ["node", str(program), str(node_folder), f"{base_url}/v1", seeing_url, picture_url]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield NodeChecks(process, killer)
-    finally:
         process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module")
