@@ -74,8 +74,8 @@ async def served(tmp_path: Path, models: Sequence[LoadedModel]) -> AsyncIterator
 
         def context() -> Context:
             return Context(
-                client=client, models=Models(client, time.monotonic), watchers=Watchers(client, lambda: 0.0),
-                may_kill=False, keep_seconds=60, keep_responses_seconds=60, new_id=lambda: f"id{next(numbers)}",
+                client=client, models=Models(client, time.monotonic), dashboard=None,
+                keep_seconds=60, keep_responses_seconds=60, new_id=lambda: f"id{next(numbers)}",
                 new_seed=lambda: 1, wall_clock=time.time,
             )  # fmt: skip
 

@@ -92,7 +92,7 @@ def client_of(error: ClientError, *, on_the_way: bool = False) -> openai.AsyncOp
     coordinator = Refusing(error, on_the_way=on_the_way)
     app = create_app(lambda: pytest.fail("the lifespan does not run"))
     app.state.context = Context(
-        client=coordinator, models=Models(coordinator, lambda: 0.0), watchers=None, may_kill=False, keep_seconds=1,
+        client=coordinator, models=Models(coordinator, lambda: 0.0), dashboard=None, keep_seconds=1,
         keep_responses_seconds=1, new_id=lambda: "i", new_seed=lambda: 1, wall_clock=lambda: 0.0,
     )  # fmt: skip
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
