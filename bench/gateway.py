@@ -31,6 +31,7 @@ import psutil
 from kvferry.bench.coordinator import EchoWorker, serve_worker, wait_for
 from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, common_pb2, worker_pb2
+from kvferry.telemetry.pauses import keep_loaded
 
 MODEL = "smollm2-135m"
 N_SLOW = 8
@@ -252,6 +253,7 @@ def measure(processes: Processes, coordinator: str, gateway: str, n: int, n_toke
 def main(streams: int, tokens: int, gap_ms: float, serve: tuple[str, str] | None) -> None:
     """Measure, and print a table."""
     if serve is not None:
+        keep_loaded()
         ready = Path(serve[1])
         asyncio.run(serve_worker(serve[0], ready, NotingWorker(ready.with_name("notes"))))  # type: ignore[abstract]  # the rest is never asked
         return
@@ -264,6 +266,7 @@ def main(streams: int, tokens: int, gap_ms: float, serve: tuple[str, str] | None
             coordinator = processes.start("coordinator", *run, "coordinator", "run", *state, *listen)
             processes.start("worker", sys.executable, "-m", "kvferry.bench.gateway", "--serve", coordinator)
             gateway = processes.start("gateway", *run, "gateway", "run", "--coordinator", coordinator, *listen)
+            keep_loaded()  # a reader's own pauses are nobody's latency
             measure(processes, coordinator, gateway, streams, tokens, round(gap_ms * 1e3))
         finally:
             processes.stop()

@@ -44,6 +44,7 @@ from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from kvferry.telemetry.exposition import Exposition
 from kvferry.telemetry.host import HostMetrics
 from kvferry.telemetry.loop_lag import LoopLag
+from kvferry.telemetry.pauses import keep_loaded
 from kvferry.telemetry.service_manager import ServiceManager
 from kvferry.telemetry.watchdog import Watchdog, loop_check
 from kvferry.trust.certificates import Role
@@ -92,6 +93,7 @@ async def run(settings: CoordinatorSettings) -> None:
     ):
         names = ", ".join(model.text.model_name for model in models)
         logger.info("serving %s on %s, generation %d", names, address, registry.generation)
+        keep_loaded()
         tell_ready(settings.ready_file, address, registry.coordinator_id)
         status = f"serves {names} at {address}"
         manager.ready(status)

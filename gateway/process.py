@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import secrets
 import socket
@@ -27,8 +26,10 @@ from kvferry.gateway.dashboard.whereabouts import Whereabouts
 from kvferry.gateway.errors import CannotListen, ConfigInvalid
 from kvferry.gateway.https import CertificateFiles
 from kvferry.gateway.models import Models
+from kvferry.gateway.protocol import HttpProtocol
 from kvferry.proto.address import parse_address, why_not_listen
 from kvferry.proto.ready_file import write_ready_file
+from kvferry.telemetry.pauses import keep_loaded
 from kvferry.telemetry.service_manager import ServiceManager
 from kvferry.telemetry.watchdog import Watchdog, loop_check
 from kvferry.trust.certificates import Role
@@ -87,6 +88,7 @@ def serve(config: GatewayConfig) -> None:
     server = Server(
         uvicorn.Config(
             create_app(make_context, config.tls_dir),
+            http=HttpProtocol,
             backlog=BACKLOG,
             log_config=None,
             access_log=False,
@@ -99,8 +101,7 @@ def serve(config: GatewayConfig) -> None:
         on_ready,
         https,
     )
-    gc.collect()
-    gc.freeze()  # what was imported stays: looking through it again holds all streams up, some 0.1 s on a small board
+    keep_loaded()
     with Watchdog(manager, [loop_check(lambda: server.beat_at)], lambda: status):
         server.run(sockets=[listening])
 
