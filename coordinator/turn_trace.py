@@ -42,9 +42,9 @@ class TurnTrace:
         """The outcome is durable, or another coordinator has the turn."""
         outcome = turn.outcome
         if outcome is not None and tracing.is_on():
-            reason = outcome.reason.name.lower()
+            reasons = [outcome.reason.name.lower()]
             answer = gen_ai.of_answer(
-                turn.record.n_prompt_tokens, len(outcome.answer_ids), reason, outcome.first_token_seconds
+                turn.record.n_prompt_tokens, len(outcome.answer_ids), reasons, outcome.first_token_seconds
             )
             prefix = turn.placements[0].prefix if turn.placements else None
             n_cached = 0 if prefix is None else prefix.n_resident + prefix.n_restored

@@ -51,11 +51,11 @@ def of_request(
     }
 
 
-def of_answer(n_input: int, n_output: int, reason: str, first_token_seconds: float = 0.0) -> Attributes:
-    """What is known when it ends. ``reason``: in lower case, as FinishReason has it."""
+def of_answer(n_input: int, n_output: int, reasons: list[str], first_token_seconds: float = 0.0) -> Attributes:
+    """What is known when it ends. ``reasons``: one for each answer, in lower case, as FinishReason has them."""
     return {
         INPUT_TOKENS: n_input,
         OUTPUT_TOKENS: n_output,
-        FINISH_REASONS: [reason],
+        FINISH_REASONS: reasons,
         **({FIRST_CHUNK: first_token_seconds} if first_token_seconds else {}),
     }

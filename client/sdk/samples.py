@@ -15,6 +15,7 @@ from kvferry.client.sdk.events import ConnectionLost, TurnEvent
 from kvferry.client.sdk.filling import request_of
 from kvferry.client.sdk.tracker import TurnTracker
 from kvferry.client.sdk.turn import Answer, Collected, outliving
+from kvferry.client.sdk.turn_trace import TurnTrace
 from kvferry.client.sdk.wire import event_of
 from kvferry.proto.v1 import chat_pb2
 
@@ -53,7 +54,7 @@ class AsyncSamples:
         self._connection = connection
         self._request = request
         self._trackers = [TurnTracker(turn_id) for _ in range(n)]
-        self._events = outliving(connection, self._is_finished, self._one_connection, self._lost)
+        self._events = self._follow()
 
     @property
     def turn_id(self) -> str:
@@ -92,13 +93,27 @@ class AsyncSamples:
         n_tokens = sum(tracker.next_index for tracker in self._trackers)
         return SampleEvent(-1, self.session_id, ConnectionLost(str(failure), n_tokens))
 
+    async def _follow(self) -> AsyncGenerator[SampleEvent]:
+        self._trace = TurnTrace(self.session_id, self.turn_id, self._request)
+        whole = outliving(self._connection, self._is_finished, self._one_connection, self._lost)
+        try:
+            async with aclosing(whole) as events:
+                async for one in events:
+                    self._trace.note(one.event)
+                    yield one
+        finally:
+            self._trace.end()
+
     async def _one_connection(self) -> AsyncGenerator[SampleEvent]:
         """Asked again, the request begins those that have not begun; what has begun is resumed."""
         request = None if all(tracker.started for tracker in self._trackers) else self._request
-        call = self._resume() if request is None else self._connection.stub.Generate(request)
+        call = self._resume() if request is None else self._generate(request)
         async with aclosing(self._read(call, repeats=request is not None)) as events:
             async for event in events:
                 yield event
+
+    def _generate(self, request: chat_pb2.GenerateRequest) -> _Call:
+        return self._connection.stub.Generate(request, metadata=self._trace.headers)
 
     def _resume(self) -> _Call:
         return self._connection.stub.Resume(
@@ -107,7 +122,8 @@ class AsyncSamples:
                 session_id=self.session_id,
                 turn_id=self.turn_id,
                 from_indexes=[tracker.next_index for tracker in self._trackers],
-            )
+            ),
+            metadata=self._trace.headers,
         )
 
     async def _read(self, call: _Call, *, repeats: bool) -> AsyncGenerator[SampleEvent]:

@@ -1,4 +1,4 @@
-"""The span of one turn as its client sees it, over all of its connections."""
+"""The span of one turn as its client sees it, over all of its connections; also where the turn has several answers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ class TurnTrace:
 
     def __init__(self, session_id: str, turn_id: str, request: chat_pb2.GenerateRequest | None) -> None:
         self._span = tracing.NOTHING
+        self._n_output = 0
+        self._reasons: list[str] = []
         if tracing.is_on():
             asked = request or chat_pb2.GenerateRequest()
             attributes = gen_ai.of_request(session_id, turn_id, asked.sampling, asked.max_tokens)
@@ -26,9 +28,10 @@ class TurnTrace:
             case ConnectionLost():
                 self._span.event("connection lost", {"kvferry.token.index": event.n_tokens})
             case Finished():
-                n_input, n_output = event.n_prompt_tokens, event.n_answer_tokens
-                reason = event.reason.name.lower()
-                self._span.set(gen_ai.of_answer(n_input, n_output, reason, event.first_token_seconds))
+                self._n_output += event.n_answer_tokens
+                self._reasons.append(event.reason.name.lower())
+                seconds = event.first_token_seconds
+                self._span.set(gen_ai.of_answer(event.n_prompt_tokens, self._n_output, self._reasons, seconds))
                 if event.reason is FinishReason.ERROR:
                     self._span.fail(event.error_code)
 

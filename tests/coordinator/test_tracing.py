@@ -51,3 +51,17 @@ async def test_a_turn_that_moves_is_one_trace_with_a_placement_for_each_node(clu
         assert span.attributes["gen_ai.request.seed"] == 5
         assert span.attributes["gen_ai.usage.output_tokens"] == len(answer.token_ids) == 8
     assert "walrus" not in "".join(span.to_json() for span in exported.get_finished_spans())
+
+
+async def test_several_answers_to_one_prompt_are_one_trace(cluster, exported):
+    await cluster.worker("a")
+    await cluster.client().until_nodes(1)
+    async with AsyncClient(cluster.address) as client:
+        session = await client.create_session()
+        answers = await session.samples("The walrus keeps the log", 2, max_tokens=4).collect()
+    await cluster.close()
+    (asked,) = [span for span in exported.get_finished_spans() if span.name == "chat"]
+    turns = [span for span in exported.get_finished_spans() if span.name.startswith("chat ")]
+    assert [turn.parent.span_id for turn in turns] == [asked.context.span_id] * 2
+    assert asked.attributes["gen_ai.usage.output_tokens"] == sum(len(answer.token_ids) for answer in answers) == 8
+    assert asked.attributes["gen_ai.response.finish_reasons"] == ("length", "length")

@@ -41,7 +41,7 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
     names = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
     known = {value for name, value in vars(names).items() if name.startswith("GEN_AI_") and isinstance(value, str)}
     sampling = common_pb2.SamplingSettings(temperature=0.5, top_k=3, top_p=0.9, seed=7)
-    used = {*gen_ai.of_request("s", "t", sampling, 9, "m"), *gen_ai.of_answer(3, 4, "end", 0.1), gen_ai.CACHED_TOKENS}
+    used = {*gen_ai.of_request("s", "t", sampling, 9, "m"), *gen_ai.of_answer(3, 4, ["end"], 0.1), gen_ai.CACHED_TOKENS}
     assert {name for name in used if name.startswith("gen_ai.")} <= known
     assert {name for name in used if not name.startswith("gen_ai.")} == {"kvferry.turn.id"}
     assert gen_ai.of_request("s", "t", sampling, 9, "m")["gen_ai.request.seed"] == 7
