@@ -27,6 +27,7 @@ from kvferry.gateway.dashboard.watcher import Watchers
 from kvferry.gateway.errors import ConfigInvalid
 from kvferry.gateway.https import CertificateFiles
 from kvferry.gateway.models import Models
+from kvferry.gateway.process import make_dashboard
 from kvferry.trust.authority import Authority
 from kvferry.trust.bearer import Secret
 from kvferry.trust.certificates import Role
@@ -70,11 +71,12 @@ async def served(tmp_path: Path, models: Sequence[LoadedModel]) -> AsyncIterator
     )  # fmt: skip
     async with open_registry(settings) as registry, serve(settings, models, registry) as address:
         client = AsyncClient(address, patience_s=0, tls_dir=tmp_path / "gateway", token=given_token)
+        dashboard = make_dashboard(GatewayConfig(coordinator=address, dashboard="all"), client, lambda: 0.0)
         numbers = iter(range(1000))
 
         def context() -> Context:
             return Context(
-                client=client, models=Models(client, time.monotonic), dashboard=None,
+                client=client, models=Models(client, time.monotonic), dashboard=dashboard,
                 keep_seconds=60, keep_responses_seconds=60, new_id=lambda: f"id{next(numbers)}",
                 new_seed=lambda: 1, wall_clock=time.time,
             )  # fmt: skip
