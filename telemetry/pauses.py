@@ -8,7 +8,8 @@ import gc
 def keep_loaded() -> None:
     """What is loaded stays, and is never looked through again; call it once, when a server is about to serve.
 
-    Modules and tokenizers are hundreds of thousands of objects: each full collection took 0.1 s of every stream.
+    A coordinator's modules and tokenizer are 82,000 objects: each full collection held all streams up for 48 ms of a
+    fast core.
     """
     gc.collect()
     gc.freeze()
