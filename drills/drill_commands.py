@@ -17,8 +17,8 @@ import click
 
 from kvferry.client.commands.options import connect
 from kvferry.drills.cluster import default_threads_per_node
-from kvferry.drills.drill_report import as_text, default_reports, headline, write_report
-from kvferry.drills.errors import DrillError
+from kvferry.drills.drill_report import as_text, check_reports_folder, default_reports, headline, write_report
+from kvferry.drills.errors import DrillError, DrillImpossible
 from kvferry.drills.journal import Journal, clean_up_after_others
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 from kvferry.drills.runner import Outcome, run_scenario
@@ -27,6 +27,7 @@ from kvferry.drills.targets.base import Target
 from kvferry.drills.verdict import Ruling
 from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option, print_json
+from kvferry.trust.files import reason_of
 from kvferry.trust.options import credential_options
 
 BROKEN_EXIT: Final = 1
@@ -122,6 +123,7 @@ def run(
     """
     chosen = list(SCENARIOS.values()) if name == "all" else [SCENARIOS[name]]
     folder = report_folder or default_reports()
+    _check(folder)
     failures = clean_up_after_others(say)
     n_threads = threads_per_node or default_threads_per_node()
     make = _maker(where, model, n_nodes, n_threads, allow_power_cut=allow_power_cut)
@@ -177,9 +179,7 @@ def _run_one(scenario: Scenario, make: Maker, folder: Path, is_json: bool) -> in
             finally:
                 target.keep_logs(logs)
         left_behind = target.left_behind()
-        place = write_report(outcome, folder, left_behind)
-        if outcome.ruling is Ruling.BROKEN:
-            shutil.copytree(logs, place / "logs")
+        place = keep_report(outcome, folder, left_behind, logs)
     except KeyboardInterrupt:
         say("interrupted; what the drill did has been undone")
         return INTERRUPTED_EXIT
@@ -192,13 +192,42 @@ def _run_one(scenario: Scenario, make: Maker, folder: Path, is_json: bool) -> in
     return BROKEN_EXIT if outcome.ruling is Ruling.BROKEN or left_behind else 0
 
 
+def _check(reports: Path) -> None:
+    """Ends the command when no report could be kept there: after minutes of a drill it is late to find out."""
+    try:
+        check_reports_folder(reports)
+    except OSError as error:
+        say(f"error: no report can be written to {reports} ({reason_of(error)}): name another folder with --report")
+        sys.exit(IMPOSSIBLE_EXIT)
+
+
+def keep_report(outcome: Outcome, folder: Path, left_behind: list[str], logs: Path) -> Path:
+    """The report, and the logs of a cluster that broke. What was found is told even where it cannot be kept.
+
+    Raises DrillImpossible.
+    """
+    try:
+        place = write_report(outcome, folder, left_behind)
+        if outcome.ruling is Ruling.BROKEN:
+            shutil.copytree(logs, place / "logs")
+    except OSError as error:
+        _tell_text(outcome, left_behind)
+        reason = reason_of(error) if error.strerror else "not all files could be written"
+        raise DrillImpossible(f"the report cannot be kept in {folder} ({reason}); all that is left is above") from error
+    return place
+
+
+def _tell_text(outcome: Outcome, left_behind: list[str]) -> None:
+    click.echo(as_text(outcome))
+    for thing in left_behind:
+        click.echo(f"LEFT BEHIND: {thing}")
+
+
 def _tell(outcome: Outcome, place: Path, left_behind: list[str], is_json: bool) -> None:
     if is_json:
         click.echo((place / "report.json").read_text(), nl=False)
         return
-    click.echo(as_text(outcome))
-    for thing in left_behind:
-        click.echo(f"LEFT BEHIND: {thing}")
+    _tell_text(outcome, left_behind)
     click.echo(f"\n{headline(outcome)}\nreport: {place / 'report.html'}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -27,6 +28,13 @@ def default_reports() -> Path:
 def report_name(outcome: Outcome) -> str:
     """Of a report's folder: they sort by time."""
     return f"{_time(outcome):%Y%m%dT%H%M%SZ}-{outcome.scenario.name}-{outcome.target}"
+
+
+def check_reports_folder(folder: Path) -> None:
+    """Makes it, and writes a block there and removes it. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(4096))
 
 
 def write_report(outcome: Outcome, folder: Path, left_behind: list[str]) -> Path:

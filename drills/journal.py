@@ -135,7 +135,7 @@ def clean_up_after_others(say: Say) -> list[str]:
     """Undoes what drills that are gone left behind; sentences about what could not be undone."""
     failures = []
     folder = runs_folder()
-    for run in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for run in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []:
         with suppress(BlockingIOError, FileNotFoundError), _locked(run, wait=False):
             say(f"cleaning up after the drill {run.name}, which was killed")
             failures += Journal(run).finish(say)

@@ -7,6 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+
+from kvferry.drills.drill_commands import keep_report, run
+from kvferry.drills.errors import DrillImpossible
+from kvferry.drills.runner import Outcome
+from kvferry.drills.scenarios import SCENARIOS
+
 
 def test_a_drill_that_never_began_leaves_no_folder_behind(tmp_path: Path) -> None:
     drill = subprocess.run(
@@ -29,3 +37,23 @@ def test_a_drill_that_never_began_leaves_no_folder_behind(tmp_path: Path) -> Non
     assert "there is no model" in drill.stderr
     assert "files and logs" not in drill.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drill_whose_report_could_not_be_kept_is_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    reports = tmp_path / "file" / "reports"
+    result = CliRunner().invoke(run, ["kill", "--model", str(tmp_path / "nosuch"), "--report", str(reports)])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: no report can be written to {reports} (not a directory): name another folder with --report\n"
+    )
+
+
+def test_a_verdict_is_told_even_where_its_report_cannot_be_kept(tmp_path: Path, capsys) -> None:
+    outcome = Outcome(SCENARIOS["kill"], "local", started=0.0, reason="only a test")
+    (tmp_path / "file").touch()
+    with pytest.raises(DrillImpossible, match=r"cannot be kept in .*file.*not a directory"):
+        keep_report(outcome, tmp_path / "file", ["a process"], tmp_path)
+    told = capsys.readouterr().out
+    assert "only a test" in told
+    assert "LEFT BEHIND: a process" in told

@@ -130,6 +130,14 @@ def test_when_the_reaper_was_killed_too_the_next_drill_cleans_up_and_says_so(run
     assert list(runs.iterdir()) == []
 
 
+def test_a_file_among_the_runs_is_no_run(runs: Path) -> None:
+    runs.mkdir()
+    (runs / "notes").write_text("mine")
+    said: list[str] = []
+    assert clean_up_after_others(said.append) == []
+    assert (said, (runs / "notes").read_text()) == ([], "mine")
+
+
 def test_a_process_is_ended_even_when_it_is_frozen_and_no_other_one_of_its_number(
     sleeper: subprocess.Popen[bytes],
 ) -> None:
