@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,11 +38,20 @@ def read_report(folder: Path, name: str) -> dict[str, Any] | None:
     """One report; None when there is none of that name that can be read."""
     if NAME.fullmatch(name) is None:
         return None
-    path = folder / name / "report.json"
     try:
-        if path.stat().st_size > MAX_BYTES:
-            return None
-        report = json.loads(path.read_bytes())
+        report = json.loads(_read_file(folder / name / "report.json"))
+        json.dumps(report, allow_nan=False, ensure_ascii=False).encode()  # NaN and half characters cannot be told on
     except (OSError, ValueError, RecursionError):
         return None
     return report if isinstance(report, dict) else None
+
+
+def _read_file(path: Path) -> bytes:
+    """Of a bounded size. Raises ValueError for what is larger or no file (a pipe would keep us), OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path} is no file")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{path} is too large")
+    return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 from typing import Any
 
 import pytest
@@ -69,10 +70,21 @@ def test_reports_are_listed_the_newest_first(tmp_path):
     assert report["timeline"][1]["kind"] == "strike"
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"a": NaN}', b'{"a": 1e999}', b'{"a": "\\ud800"}']
+)
 def test_what_is_no_report_is_left_out(tmp_path, content):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "report.json").write_bytes(content)
+    assert list_reports(tmp_path) == []
+
+
+def test_what_is_no_file_keeps_nobody_waiting(tmp_path):
+    for name in ("device", "pipe", "folder"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "device" / "report.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe" / "report.json")
+    (tmp_path / "folder" / "report.json").mkdir()
     assert list_reports(tmp_path) == []
 
 
