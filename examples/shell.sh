@@ -4,6 +4,7 @@
 # answer by a deadline.
 set -euo pipefail
 
+command -v buf >/dev/null || { echo "this needs buf, which is not on the PATH: pip install buf-bin" >&2; exit 1; }
 address=${1:-127.0.0.1:7070}
 streamed=$(mktemp)
 trap 'rm -f "$streamed"' EXIT

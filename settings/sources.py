@@ -7,12 +7,15 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
 from kvferry.settings.fields import flag_of
 from kvferry.settings.words import did_you_mean
+
+MAX_FILE_BYTES: Final = 1 << 20
+"""Of a settings file: what is larger is another file that was named by mistake, or a device without an end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,21 @@ def _prefix(model: type[BaseSettings]) -> str:
 def _read_file(given: Given, model: type[BaseSettings], role: str, file: Path) -> None:
     try:
         with file.open("rb") as opened:
-            found = tomllib.load(opened)
+            data = opened.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            given.problems.append(
+                f"the configuration file {file} has more than {MAX_FILE_BYTES >> 20} MiB: name another"
+            )
+            return
+        found = tomllib.loads(data.decode())
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         given.problems.append(f"the configuration file {file} cannot be read: {reason}")
         return
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        given.problems.append(f"the configuration file {file} is not TOML: byte {error.start} is not UTF-8")
+        return
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         given.problems.append(f"the configuration file {file} is not TOML: {error}")
         return
     for name, value in found.items():

@@ -111,7 +111,7 @@ class Authority:
                 f"{self.folder} holds no authority ({CA_FILE}: {reason_of(error)}); make one with: kvferry certs init"
             ) from error
         except ValueError as error:
-            raise AuthorityInvalid(f"{self.folder / CA_FILE} is no certificate: {error}") from error
+            raise AuthorityInvalid(f"{self.folder / CA_FILE} holds no certificate in PEM") from error
 
     def sign(
         self, public_key: object, name: str, role: Role, addresses: Sequence[str] = (), days: int = DAYS

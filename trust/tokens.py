@@ -29,6 +29,9 @@ from kvferry.trust.rereading import Reread
 
 PREFIX: Final = "kvf_"
 
+MAX_DAYS: Final = 36_500
+"""Longer than anybody means; whoever wants no end leaves it out."""
+
 TOKEN: Final = re.compile(r"kvf_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 
 
@@ -112,6 +115,8 @@ def new_token(
     now: dt.datetime | None = None,
 ) -> tuple[str, Token]:
     """The token, which nobody can find out later, and what is kept of it. Raises TokensInvalid."""
+    if days is not None and not 0 < days <= MAX_DAYS:
+        raise TokensInvalid(f"such a token cannot be made: it is valid for more than 0 and at most {MAX_DAYS} days")
     now = now or now_utc()
     token_id = secrets.token_hex(6)
     text = f"{PREFIX}{token_id}_{secrets.token_urlsafe(32)}"

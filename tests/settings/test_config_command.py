@@ -129,3 +129,15 @@ def test_a_file_that_cannot_be_used_is_told_beside_the_rest(tmp_path: Path) -> N
     said = run("check", "node", "--config", str(tmp_path / "n.toml"), "--threads=-1").output
     assert "is not TOML" in said
     assert "--threads -1" in said
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [("/dev/zero", "has more than 1 MiB"), ("binary.toml", "byte 0 is not UTF-8"), ("nested.toml", "is not TOML")],
+)
+def test_a_file_that_holds_no_settings_is_told_and_soon_left_alone(tmp_path: Path, file: str, reason: str) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    (tmp_path / "nested.toml").write_text("a = " + "[" * 100_000)
+    result = run("check", "node", "--config", str(tmp_path / file))
+    assert result.exit_code == 1
+    assert reason in result.output

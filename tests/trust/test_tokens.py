@@ -99,3 +99,12 @@ def test_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(Unauthenticated, match="revoked"):
         TokenBook(Path(path)).find(text)
     run("revoke", "000000000000", code=1)
+
+
+@pytest.mark.parametrize("days", ["nan", "inf", "1e300", "0", "-5"])
+def test_a_token_that_is_never_valid_or_ends_beyond_all_calendars_is_not_made(tmp_path: Path, days: str) -> None:
+    file = tmp_path / "tokens.json"
+    result = CliRunner().invoke(commands, ["add", "--file", str(file), "--tenant", "acme", "--days", days])
+    assert isinstance(result.exception, TokensInvalid)
+    assert "more than 0 and at most 36500 days" in str(result.exception)
+    assert not file.exists()
