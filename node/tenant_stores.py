@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from kvferry.store.errors import StoreError
 from kvferry.store.snapshot_store import SnapshotStore
 from kvferry.store.statistics import StoreStatistics
 
@@ -37,13 +38,18 @@ class TenantStores:
             return self._stores[namespace]
 
     def prepared(self, namespace: str) -> SnapshotStore:
-        """To write to: what crashes left in its folder is gone, and there is one. Raises StoreUnavailable, StoreFull.
+        """To save to: what crashes left in its folder is gone, and there is one. Raises StoreUnavailable, StoreFull,
+        which count as a save that failed.
 
         The common one is prepared by whoever starts the store.
         """
         store = self.of(namespace)
         if namespace and namespace not in self._prepared:
-            store.reap()
+            try:
+                store.reap()
+            except StoreError as error:
+                store.counts.add_failed_save(error)
+                raise
             with self._lock:
                 self._prepared.add(namespace)
         return store

@@ -103,7 +103,7 @@ class SnapshotStore:
         versions = {Kind.F32: (1,), Kind.Q8: (2,), None: (1, 2)}.get(kind, ())
         self._catalog = Catalog(self._directory, geometry, vocab_size, trusted_uids, terms, versions, placeholder_ids)
         self._evictor = Evictor(self._directory, self._catalog, self.budget, trash_grace_s, pins or Pins())
-        self._counts = StoreCounts()
+        self.counts = StoreCounts()
         self._version = version
         self._segments = SegmentShelf(
             directory=self._directory,
@@ -119,7 +119,7 @@ class SnapshotStore:
             clock=clock,
             write_budget=write_budget,
             read_only=read_only,
-            on_count=self._counts.add,
+            on_count=self.counts.add,
         )
         self._files = WholeFiles(
             directory=self._directory,
@@ -263,9 +263,9 @@ class SnapshotStore:
                 self._files.restore(match, n_rows, sink)
                 n_good = n_rows
         except Exception:
-            self._counts.add(n_failed_restores=1)
+            self.counts.add(n_failed_restores=1)
             raise
-        self._counts.add(n_restored=1, bytes_read=n_good * (vlkv.ID_BYTES + self.bytes_per_row))
+        self.counts.add(n_restored=1, bytes_read=n_good * (vlkv.ID_BYTES + self.bytes_per_row))
         return n_good
 
     def logits(self, match: Match) -> NDArray[np.float32] | None:
@@ -317,13 +317,13 @@ class SnapshotStore:
         try:
             info = self._save(ids, rows, spans, logits)
         except Exception as error:
-            self._counts.add_failed_save(error)
+            self.counts.add_failed_save(error)
             raise
         if info.already_there:
             self._directory.touch(info.name)
-            self._counts.add(n_already_there=1)
+            self.counts.add(n_already_there=1)
         else:
-            self._counts.add(n_published=1, bytes_written=info.n_bytes)
+            self.counts.add(n_published=1, bytes_written=info.n_bytes)
         return info
 
     def _save(
@@ -391,7 +391,7 @@ class SnapshotStore:
             n_evicted=self._evictor.n_evicted,
             n_orphans=len(self._catalog.orphans()),
             write_budget_left=self._segments.write_budget_left(),
-            **self._counts.so_far(),
+            **self.counts.so_far(),
         )
 
     def _must_write(self, op: str) -> None:
