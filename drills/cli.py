@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -28,6 +29,7 @@ from kvferry.drills.report import print_report
 from kvferry.drills.supervisor import Supervisor
 from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option
+from kvferry.trust.options import TLS_DIR_VARIABLE
 
 DEMO: Final = "Three turns; the serving node is killed in the second, everything is restarted before the third."
 
@@ -147,6 +149,9 @@ def demo(seed: int | None, model: str, threads_per_node: int | None, json_file: 
 
 
 def _print_how_to_go_on(cluster: LocalCluster) -> None:
+    alone = (
+        "env -u KVFERRY_TLS_DIR " if os.environ.get(TLS_DIR_VARIABLE) else ""
+    )  # meant for a cluster with certificates
     where = "" if cluster.address.endswith(":7070") else f" --coordinator {cluster.address}"
     click.echo(f"coordinator  {cluster.address}  pid {cluster.coordinator.pid}")
     for name, node in cluster.nodes.items():
@@ -154,8 +159,8 @@ def _print_how_to_go_on(cluster: LocalCluster) -> None:
     click.echo(f"files        {cluster.directory}\n")
     click.echo(f"Watch it:        http://{cluster.http_address}/   (nodes, turns, a chat with a button that kills)")
     click.echo(f"OpenAI API:      http://{cluster.http_address}/v1")
-    click.echo(f"Talk to it:      kvferry chat{where}")
-    click.echo(f"Look at it:      kvferry status{where}")
+    click.echo(f"Talk to it:      {alone}kvferry chat{where}")
+    click.echo(f"Look at it:      {alone}kvferry status{where}")
     click.echo(f"Break it:        kill -9 {next(iter(cluster.nodes.values())).pid}   (in the middle of an answer)")
     click.echo("Whatever dies is started again; its new pid is told here.")
     click.echo("Ctrl-C stops it; sessions are there again at the next start.")

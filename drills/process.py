@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvferry.drills.errors import ProcessFailed
+from kvferry.trust.bearer import TOKEN_VARIABLE
+from kvferry.trust.options import TLS_DIR_VARIABLE
 
 READY_S: Final = 300.0
 """A node compiles its kernels at its first start ever: a minute on a busy laptop, several on a slow board."""
@@ -24,6 +26,9 @@ KILL_S: Final = 10.0
 """SIGKILL works at once, save for a process inside an uninterruptible disk wait."""
 
 POLL_S: Final = 0.02
+
+_NOT_INHERITED: Final = frozenset({TLS_DIR_VARIABLE, TOKEN_VARIABLE})
+"""Who a person is to another cluster. What certificate a process of this one shows is said in its arguments."""
 
 LOG_BYTES_MAX: Final = 1 << 20
 """How much of a log is read to find out why its process ended."""
@@ -80,7 +85,7 @@ class ManagedProcess:
                     stderr=log,
                     pass_fds=(read_fd,),
                     start_new_session=True,
-                    env=os.environ | self.environment,
+                    env=_inherited() | self.environment,
                 )
         except BaseException:
             os.close(write_fd)
@@ -174,3 +179,7 @@ class ManagedProcess:
             return True
         self.kill()
         return False
+
+
+def _inherited() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}

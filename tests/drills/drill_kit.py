@@ -31,6 +31,7 @@ class Drill:
             STATE_VARIABLE: str(self.runs),
             "PYTHONPATH": str(TRIPWIRE),
             "KVFERRY_TEST_TRIPWIRE": str(orders),
+            "KVFERRY_TLS_DIR": str(folder / "certificates of another cluster"),  # a shell may have them
         }
 
     def argv(self, name: str, *more: str) -> list[str]:

@@ -66,6 +66,15 @@ def test_a_frozen_one_can_be_stopped(managed):
     assert managed.stop() is True
 
 
+def test_what_its_starter_shows_to_other_clusters_is_not_inherited(managed, monkeypatch):
+    for name in ("KVFERRY_TLS_DIR", "KVFERRY_TOKEN", "KVFERRY_NODE_NAME_OF_A_TEST"):
+        monkeypatch.setenv(name, "given")
+    managed.arguments[0] = "import os; print(*sorted(n for n in os.environ if os.environ[n] == 'given'))"
+    managed.start()
+    assert managed.wait_gone(20)
+    assert managed.log_file.read_text() == "KVFERRY_NODE_NAME_OF_A_TEST\n"
+
+
 def test_one_that_fails_says_why(managed):
     managed.arguments[0] = (
         "import sys; print('noise'); print('error: The port is taken.', file=sys.stderr); sys.exit(1)"

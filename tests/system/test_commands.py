@@ -23,23 +23,24 @@ KVFERRY = [sys.executable, "-m", "kvferry.client.cli"]
 
 
 @pytest.fixture
-def up(model, tmp_path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], str]]]:
+def up(model, tmp_path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
     """Starts `kvferry up` and gives it with its coordinator's address once it has said what to do next."""
     started: list[subprocess.Popen[str]] = []
 
-    def start() -> tuple[subprocess.Popen[str], str]:
+    def start(**environment: str) -> tuple[subprocess.Popen[str], str]:
         process = subprocess.Popen(
             [*KVFERRY, "up", "--nodes", "1", "--port", "0", "--http-port", "0", "--dir", str(tmp_path / "up")],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=os.environ | environment,
         )
         started.append(process)
         assert process.stdout is not None
         address, said = "", ""
         for line in process.stdout:
             said += line
-            found = re.match(r"Talk to it: +kvferry chat --coordinator (\S+)", line)
+            found = re.match(r"Talk to it: +(?:env -u KVFERRY_TLS_DIR )?kvferry chat --coordinator (\S+)", line)
             address = found.group(1) if found else address
             if line.startswith("Ctrl-C stops it"):
                 return process, address
@@ -72,6 +73,14 @@ def test_up_leaves_no_process_behind(up, number):
     process.send_signal(number)
     assert process.wait(30) == (0 if number is not signal.SIGKILL else -signal.SIGKILL)
     assert_gone(children)
+
+
+def test_up_does_not_speak_with_the_certificates_of_another_cluster(up, tmp_path):
+    process, address = up(KVFERRY_TLS_DIR=str(tmp_path / "secrets"))
+    with Client(address) as client:
+        assert [node.node_id for node in client.nodes()] == ["node-1"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
 
 
 @pytest.mark.parametrize("which", ["coordinator", "node-1"])
