@@ -22,7 +22,7 @@ from kvferry.drills.errors import DrillError, DrillImpossible
 from kvferry.drills.journal import Journal, clean_up_after_others
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 from kvferry.drills.runner import Outcome, run_scenario
-from kvferry.drills.scenarios import SCENARIOS, Scenario
+from kvferry.drills.scenarios import SCENARIOS, Injection, Scenario
 from kvferry.drills.targets.base import Target
 from kvferry.drills.verdict import Ruling
 from kvferry.terminal.completing import completes
@@ -69,7 +69,7 @@ def explain(name: str, as_json: bool) -> None:
     for injection in scenario.injections:
         click.echo(
             f"In answer {injection.turn}, after {injection.after_tokens} tokens: {injection.what.value}, "
-            f"{injection.where.value}; undone after {injection.hold_s:g} s."
+            f"{injection.where.value}; undone {_until(injection)}."
         )
     limits = scenario.limits
     click.echo("\nHeld to: 0 tokens lost, duplicated or differing")
@@ -82,6 +82,13 @@ def explain(name: str, as_json: bool) -> None:
         click.echo(f"         failovers at most {limits.failovers_at_most}")
     if limits.refused_files_at_least:
         click.echo(f"         files refused at least {limits.refused_files_at_least}")
+    if limits.failed_saves_at_least:
+        click.echo(f"         saves that fail for lack of room at least {limits.failed_saves_at_least}")
+
+
+def _until(injection: Injection) -> str:
+    after = f"after {injection.hold_s:g} s"
+    return after if injection.until_turn is None else f"when answer {injection.until_turn} begins, or {after}"
 
 
 @click.command(epilog="Example: kvferry drill run kill --json")

@@ -122,7 +122,7 @@ def figure_lines(outcome: Outcome) -> list[str]:
         f"failovers   {figures.failovers}, and {figures.connections_lost} connections to the coordinator lost",
         (
             f"restored    {figures.tokens_restored} tokens' rows, {figures.bytes_restored} bytes; "
-            f"{figures.files_refused} files refused"
+            f"{figures.files_refused} files refused, {figures.saves_without_room} saves without room"
         ),
     ]
 

@@ -119,6 +119,7 @@ def _disturb(scenario: Scenario, target: Target, outcome: Outcome, say: Say) -> 
         sights=watch.sights,
         bytes_restored=watch.bytes_restored,
         files_refused=watch.files_refused,
+        saves_without_room=watch.saves_without_room,
         whole_at=whole_at,
         findings=outcome.findings,
     )
@@ -136,6 +137,7 @@ class _Director:
         self._stage = stage
         self._say = say
         self._heal_at: dict[int, float] = {}
+        self._until_turn: dict[int, int] = {}
 
     def run(self, scenario: Scenario, until: float) -> None:
         """All injections, then all healings that are due before the conversations end."""
@@ -166,12 +168,15 @@ class _Director:
         strike = Strike(time.monotonic(), injection.what, injection.where, parts, way)
         self.strikes.append(strike)  # before it is done: it is healed even if it fails half-way
         self._heal_at[number] = strike.at + injection.hold_s
+        if injection.until_turn is not None:
+            self._until_turn[number] = injection.until_turn
         self.strikes[number] = replace(strike, at=self._target.inject(number, injection.what, parts))
 
     def _heal_due(self) -> None:
         now = time.monotonic()
         for number, at in list(self._heal_at.items()):
-            if at <= now:
+            turn = self._until_turn.get(number)
+            if at <= now or (turn is not None and self._stage.has_come_to(turn, 1)):
                 self._heal(number)
 
     def _heal(self, number: int) -> None:

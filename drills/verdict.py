@@ -55,6 +55,7 @@ class Seen:
     bytes_restored: int
     files_refused: int
     whole_at: float | None
+    saves_without_room: int = 0
     findings: list[str] = field(default_factory=list)
 
 
@@ -75,6 +76,7 @@ class Figures:
     tokens_restored: int
     bytes_restored: int
     files_refused: int
+    saves_without_room: int
 
 
 def figures_of(seen: Seen) -> tuple[Figures, list[str]]:
@@ -105,6 +107,7 @@ def figures_of(seen: Seen) -> tuple[Figures, list[str]]:
         tokens_restored=sum(p.prefix.n_restored for p in placed if p.prefix is not None),
         bytes_restored=seen.bytes_restored,
         files_refused=seen.files_refused,
+        saves_without_room=seen.saves_without_room,
     )
     return figures, sentences
 
@@ -151,6 +154,8 @@ def hold_to(limits: Limits, figures: Figures) -> list[LimitResult]:
         results.append(_at_most("failovers", "", limits.failovers_at_most, figures.failovers))
     if limits.refused_files_at_least:
         results.append(_at_least("refused files", "files", limits.refused_files_at_least, figures.files_refused))
+    if limits.failed_saves_at_least:
+        results.append(_at_least("saves without room", "", limits.failed_saves_at_least, figures.saves_without_room))
     return results
 
 

@@ -37,6 +37,7 @@ class Watch:
     sights: list[Sight] = field(default_factory=list)
     bytes_restored: int = 0
     files_refused: int = 0
+    saves_without_room: int = 0
     _last: dict[str, NodeInfo] = field(default_factory=dict)
     _counted: dict[str, tuple[int, StoreFigures]] = field(default_factory=dict)
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -80,9 +81,13 @@ class Watch:
     def _count(self, node_id: str, pid: int, now: StoreFigures) -> None:
         """A process that is there when we come has done things before; one that starts later begins at zero."""
         seen_pid, before = self._counted.get(node_id, (pid, now))
-        restored, refused = (before.bytes_restored, before.files_refused) if seen_pid == pid else (0, 0)
-        self.bytes_restored += max(0, now.bytes_restored - restored)
-        self.files_refused += max(0, now.files_refused - refused)
+
+        def more(name: str) -> int:
+            return max(0, int(getattr(now, name)) - (int(getattr(before, name)) if seen_pid == pid else 0))
+
+        self.bytes_restored += more("bytes_restored")
+        self.files_refused += more("files_refused")
+        self.saves_without_room += more("saves_without_room")
         self._counted[node_id] = pid, now
 
 

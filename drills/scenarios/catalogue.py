@@ -83,10 +83,12 @@ _ALL: Final = (
         hypothesis="A full store fails no turn; what could not be saved is computed again.",
         proves="A failed save is not a failed answer, also when the node is killed afterwards.",
         injections=(
-            Injection(what=Disturbance.STORE_FULL, where=Where.STORE, turn=1, after_tokens=1, hold_s=6.0),
+            Injection(  # until the third: a node says that it can save again when it has saved
+                what=Disturbance.STORE_FULL, where=Where.STORE, turn=1, after_tokens=1, hold_s=60.0, until_turn=3
+            ),
             _in_second_answer(Disturbance.KILL, Where.SERVING, 2.0),
         ),
-        limits=Limits(longest_pause_s=12.0, failovers_at_least=1),
+        limits=Limits(longest_pause_s=12.0, failovers_at_least=1, failed_saves_at_least=1),
     ),
     Scenario(
         name="store-rotten",

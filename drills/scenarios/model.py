@@ -41,13 +41,14 @@ class Where(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
     """Strikes when the first conversation has `after_tokens` tokens of answer `turn` (the first is 1), wherever the
-    others are by then; healed `hold_s` later."""
+    others are by then; healed `hold_s` later, or when answer `until_turn` has its first token, if that is sooner."""
 
     what: Disturbance
     where: Where
     turn: int
     after_tokens: int
     hold_s: float
+    until_turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class Limits:
     failovers_at_least: int = 0
     failovers_at_most: int | None = None
     refused_files_at_least: int = 0
+    failed_saves_at_least: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Final
 
 from kvferry.drills.cluster import Place
+from kvferry.drills.journal import Journal
 from kvferry.drills.process import KILL_S
 from kvferry.drills.scenarios import Disturbance, Scenario
 from kvferry.drills.targets import boards, clock, fuse
 from kvferry.drills.targets.boards import Boards
-from kvferry.drills.targets.processes import ProcessTarget
+from kvferry.drills.targets.processes import OwnClusterOptions, ProcessTarget
 from kvferry.drills.undo import RemoveFile, Unmount
 
 SLOW_RATE: Final = "128kbit"
@@ -28,6 +30,10 @@ class NetnsTarget(ProcessTarget):
     kind = "netns"
     _boards: Boards | None = None
 
+    def __init__(self, journal: Journal, options: OwnClusterOptions) -> None:
+        super().__init__(journal, options)
+        self._held_open: list[int] = []
+
     @property
     def ways(self) -> Mapping[Disturbance, str]:
         if boards.why_not() is not None:
@@ -40,7 +46,7 @@ class NetnsTarget(ProcessTarget):
             Disturbance.SLOW_LINK: f"tc tbf with {SLOW_RATE} on both ends of the board's cable",
             Disturbance.POWER_CUT: "the board's cable is taken down, then its control group is killed",
             Disturbance.STORE_ROTTEN: "a bit of each snapshot file is flipped",
-            Disturbance.STORE_FULL: "a tmpfs that is filled to its last byte",
+            Disturbance.STORE_FULL: "a tmpfs that is filled to its last byte; evicting snapshots frees nothing there",
         }
         if clock.library() is not None:
             ways[Disturbance.CLOCK_FORWARD] = "libfaketime: the process's clock is an hour fast"
@@ -73,10 +79,6 @@ class NetnsTarget(ProcessTarget):
         made = self._boards = Boards(self.journal, self._all_names)
         return {name: Place(host=made.address(name), within=made.within(name)) for name in self._all_names}
 
-    @property
-    def _arguments(self) -> tuple[str, ...]:
-        return ("--insecure-plaintext",)  # nobody else is on that network
-
     def _acts(self) -> dict[Disturbance, tuple[Callable[[str], None], Callable[[str], None]]]:
         made = self._boards
         assert made is not None  # noqa: S101 - made in _places
@@ -106,7 +108,13 @@ class NetnsTarget(ProcessTarget):
         self._begin(part)
 
     def _fill(self) -> None:
-        filler = self.journal.work / "store" / "filler"
+        """A node would evict the undisturbed conversations' snapshots and save in their place: as long as somebody has
+        them open, that gives no room."""
+        store = self.journal.work / "store"
+        for path in store.rglob("*"):
+            with suppress(FileNotFoundError):  # a node renames what it has written
+                self._held_open.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        filler = store / "filler"
         self.journal.write(f"{filler} takes up all room", RemoveFile(str(filler)))
         with filler.open("wb", buffering=0) as file:
             n_bytes = FILL_BYTES
@@ -118,4 +126,6 @@ class NetnsTarget(ProcessTarget):
                     n_bytes //= 2
 
     def _make_room(self) -> None:
+        while self._held_open:
+            os.close(self._held_open.pop())
         (self.journal.work / "store" / "filler").unlink(missing_ok=True)

@@ -75,8 +75,7 @@ class ProcessTarget(Target):
             threads_per_node=self._options.threads_per_node,
             kv_memory=self._options.kv_memory,
             context=self._options.context,
-            node_arguments=(*self._options.node_arguments, *self._arguments),
-            coordinator_arguments=self._arguments,
+            node_arguments=self._options.node_arguments,
             places={name: self._with_clock(name, places.get(name, Place())) for name in self._all_names},
         )
         self._cluster = LocalCluster(options)
@@ -115,11 +114,6 @@ class ProcessTarget(Target):
     @property
     def _all_names(self) -> tuple[str, ...]:
         return (COORDINATOR, *self._names)
-
-    @property
-    def _arguments(self) -> tuple[str, ...]:
-        """Of nodes and coordinator alike."""
-        return ()
 
     def _places(self, scenario: Scenario) -> Mapping[str, Place]:
         """Where processes run; the loopback where nothing is said."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_what_was_never_seen_breaks_its_limit() -> None:
     broken = {result.name for result in hold_to(SCENARIOS["freeze"].limits, figures) if not result.held}
     assert broken == {"detection at most", "recovery at most", "failovers at least"}
     assert ruling_of(hold_to(SCENARIOS["freeze"].limits, figures), figures, sentences) is Ruling.BROKEN
+
+
+def test_a_store_that_was_full_but_refused_no_save_proves_nothing() -> None:
+    figures, _ = figures_of(seen(conversation(TRUTH, lost_at=100.35)))
+    assert {r.name for r in hold_to(SCENARIOS["store-full"].limits, figures) if not r.held} == {
+        "saves without room at least"
+    }
+    refused = replace(figures, saves_without_room=1)
+    assert all(result.held for result in hold_to(SCENARIOS["store-full"].limits, refused))
 
 
 @given(st.permutations(range(N_TOKENS)), st.sets(st.integers(0, N_TOKENS - 1)), st.sets(st.integers(0, N_TOKENS - 1)))
