@@ -58,13 +58,15 @@ lint: $(VENV)/.dev ## format, lint, types, import contracts, the wire contract
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against tests/proto/released/*.binpb
 	$(BIN)/python -m kvferry.proto.generate --check
+	$(BIN)/python -m kvferry.proto.reference --check
 
 format: $(VENV)/.dev ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-proto: $(VENV)/.dev ## generate the stubs anew
+proto: $(VENV)/.dev ## generate the stubs and their reference anew
 	$(BIN)/python -m kvferry.proto.generate
+	$(BIN)/python -m kvferry.proto.reference
 
 docs: $(VENV)/.dev ## the documentation site, in site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'

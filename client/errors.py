@@ -340,7 +340,10 @@ def _reason_of(sentence: str) -> str:
             reason = reason.replace(closing, "")
         if reason.count(opening) > reason.count(closing):
             reason = reason.replace(opening, "")
-    return reason.strip(" ,;.") or "no reason given"
+    reason = reason.strip(" ,;.")
+    if reason == "ok":  # the last word of OpenSSL's, which found nothing wrong with the system
+        return "the TLS handshake failed"
+    return reason or "no reason given"
 
 
 def _seconds(milliseconds: str | None) -> float | None:

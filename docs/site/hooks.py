@@ -1,12 +1,10 @@
-"""What the site has that docs/ has not: pages of the top folder, and the reference made of the .proto files."""
+"""What the site has that docs/ has not: pages of the top folder."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-
-from kvferry.proto import reference
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -18,14 +16,13 @@ LINK: Final = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are made or lie elsewhere."""
+    """Adds the pages that lie elsewhere."""
     from mkdocs.structure.files import File
 
     root = Path(config.config_file_path).parent
     for name in TOP_PAGES:
         text = (root / name).read_text().replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
-    files.append(File.generated(config, "reference/grpc.md", content=reference.page()))
     return files
 
 

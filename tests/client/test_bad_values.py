@@ -139,6 +139,10 @@ def test_addresses(address):
         ),
         ("no brackets", "no brackets"),
         ("", "no reason given"),
+        (
+            "Ssl handshake failed: TSI_PROTOCOL_FAILURE: SSL_ERROR_SSL: certificate verify failed: OK",
+            "the TLS handshake failed",
+        ),
     ],
 )
 def test_the_reason_is_the_systems_own_words(said, reason):
