@@ -1,7 +1,7 @@
 """A rollout as an operator does it: over ssh, onto four boards without internet, with people talking to the fleet.
 
-The tests are one story, told in order; each leaves the fleet serving. Under ten minutes on an idle machine;
-changing the release is a story of its own, test_rolling_upgrade.py.
+The tests are one story, told in order; each leaves the fleet serving. Under ten minutes on an idle machine, 22 at a
+load of 10; changing the release is a story of its own, test_rolling_upgrade.py.
 """
 
 from __future__ import annotations
