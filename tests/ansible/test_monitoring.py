@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,23 @@ from .fleet import ANSIBLE, Run, ansible_playbook
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROGRAMS = [shutil.which("prometheus"), shutil.which("promtool")]
-PLAY = [{"name": "Watch", "hosts": "monitors", "gather_facts": False, "roles": ["base", "monitoring"]}]
+TASKS = [
+    {"name": "Say whom to trust", "include_role": {"name": "certs", "tasks_from": "trust"}},
+    {"name": "Watch", "include_role": {"name": "monitoring"}},
+]
+PLAY = [{"name": "Watch", "hosts": "monitors", "gather_facts": False, "roles": ["base"], "tasks": TASKS}]
 
 
 def play(rig: boards.Rig, playbook: Path) -> Run:
     """Board 1 is to watch a coordinator that is not there."""
     started = time.monotonic()
     host = {"hosts": {"m1": {"ansible_host": rig.address(1)}}}
-    inventory = {
-        "coordinators": host, "monitors": host,
-        "all": {"vars": {"ansible_ssh_common_args": f"-F {rig.ssh_config}", "kvferry_store": "/srv/kvferry/store"}},
-    }  # fmt: skip
+    variables = {
+        "ansible_ssh_common_args": f"-F {rig.ssh_config}",
+        "kvferry_store": "/srv/kvferry/store",
+        "kvferry_authority": str(rig.folder / "authority"),
+    }
+    inventory = {"coordinators": host, "monitors": host, "all": {"vars": variables}}
     (rig.folder / "inventory.json").write_text(json.dumps(inventory))
     command = rig.beside([ansible_playbook() or "", "-i", rig.folder / "inventory.json", playbook])
     environment = {**os.environ, "ANSIBLE_ROLES_PATH": str(ANSIBLE / "roles"), "ANSIBLE_NOCOLOR": "1"}
@@ -59,6 +66,8 @@ def rig(tmp_path: Path):
         installed.mkdir(parents=True)
         for program in PROGRAMS:
             shutil.copy(str(program), installed)
+        command = [Path(sys.executable).with_name("kvferry"), "certs", "init", rig.folder / "authority"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         rig.start(1)
         rig.wait_until_up(1)
         yield rig
