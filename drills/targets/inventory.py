@@ -161,8 +161,9 @@ class InventoryTarget(Target):
         return self.journal.work / f"play-{number}.log"
 
     def _last_words(self, number: int) -> str:
-        lines = [line for line in self._log(number).read_text(errors="replace").splitlines() if "fatal" in line.lower()]
-        return (lines or ["the play ended"])[-1][:400]
+        """The last failure; ansible tells its reason in the lines below."""
+        _, found, told = self._log(number).read_text(errors="replace").rpartition("fatal: ")
+        return " ".join(told.split())[:600] if found else "the play ended"
 
     @cached_property
     def _listed(self) -> dict[str, Any]:
