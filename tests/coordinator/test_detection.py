@@ -65,7 +65,9 @@ async def test_18_a_lost_node_is_left_in_time(processes: Processes, tmp_path: Pa
     with board_of_its_own() as namespace:
         for number in range(n_rounds):
             # a new one each time: what it learned of nodes that are gone would send all turns to few of them
-            coordinator, address = processes.coordinator("0.0.0.0:0", "--state", str(tmp_path / f"state{number}"))
+            coordinator, address = processes.coordinator(
+                "0.0.0.0:0", "--state", str(tmp_path / f"state{number}"), "--insecure-plaintext"
+            )
             port = address.rpartition(":")[2]
             client = Client(f"127.0.0.1:{port}")
             try:
