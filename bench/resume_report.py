@@ -34,7 +34,12 @@ def table_of(experiment: Experiment) -> Table:
         f"{of(lambda r: r.second_start_s + r.resumed.first_s):.2f} s",
         f"{of(lambda r: r.wall_ratio_with_start):.1f} x",
     )
-    table.add_row("left to save after the answer", "", f"{of(lambda r: r.save_s):.3f} s, {of(lambda r: r.n_bytes / 1e6):.1f} MB", "")
+    table.add_row(
+        "left to save after the answer",
+        "",
+        f"{of(lambda r: r.save_s):.3f} s, {of(lambda r: r.n_bytes / 1e6):.1f} MB",
+        "",
+    )
     return table
 
 
