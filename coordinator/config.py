@@ -13,7 +13,7 @@ from kvferry.coordinator.etcd.address import RegistryAddress
 from kvferry.coordinator.tenants import Sharing
 from kvferry.proto.address import parse_address
 from kvferry.proto.ready_file import why_not_ready_file
-from kvferry.settings import Settings, setting
+from kvferry.settings import Settings, setting, shared
 from kvferry.store.place import StorePlace
 
 IMAGE_TOKENS: Final = 1_024
@@ -174,41 +174,17 @@ class CoordinatorSettings(Settings):
         what="be at least this generation",
         why="the operator's word against nodes that remember a newer coordinator, which is gone for good",
     )
-    tls_dir: Path | None = setting(
-        None,
-        what="folder with ca.pem, cert.pem, key.pem and, where one is, revoked.pem",
-        why="a fleet needs one (kvferry certs); on one machine's loopback there is nobody to keep out",
-        example="/etc/kvferry/tls",
-    )
-    insecure_plaintext: bool = setting(
-        default=False,
-        what="allow plaintext at addresses that others reach",
-        why="whoever is on the network could read and change everything, and is let in",
-    )
-    reflection: bool | None = setting(
-        None,
-        what="tell anybody what can be called",
-        why="not set, it is told in plaintext on the loopback only: of use to developers, and to attackers",
-        example=False,
-    )
+    tls_dir: Path | None = shared.tls_dir()
+    insecure_plaintext: bool = shared.insecure_plaintext()
+    reflection: bool | None = shared.reflection()
     tokens: Path | None = setting(
         None,
         what="file of hashed API tokens: clients and gateways need one then, and see that tenant's sessions",
         why="who may ask, for whom and how much (kvferry tokens); not needed where everybody may",
         example="/etc/kvferry/tokens.json",
     )
-    metrics: str | None = setting(
-        None,
-        what="HOST:PORT at which Prometheus may ask; not set: nowhere",
-        why="the port is open to whoever reaches it: an operator opens it on purpose",
-        example="127.0.0.1:9100",
-    )
-    ready_file: Path | None = setting(
-        None,
-        what="file that says where the coordinator serves, once it does",
-        why="for whoever starts it and waits, such as scripts and tests",
-        example="/run/kvferry/coordinator.json",
-    )
+    metrics: str | None = shared.metrics(9100)
+    ready_file: Path | None = shared.ready_file("coordinator")
 
     @pydantic.field_validator("model", mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from kvferry.gateway.errors import ConfigInvalid
 from kvferry.gateway.https import CertificateFiles
 from kvferry.proto.address import parse_address
 from kvferry.proto.ready_file import why_not_ready_file
-from kvferry.settings import Settings, setting
+from kvferry.settings import Settings, setting, shared
 from kvferry.trust.doors import is_loopback
 
 
@@ -105,12 +105,7 @@ class GatewayConfig(Settings):
         why="drills are run elsewhere: only who runs them knows where their reports lie",
         example="/var/lib/kvferry/drills",
     )
-    ready_file: Path | None = setting(
-        None,
-        what="file that says where the gateway serves, once it does",
-        why="for whoever starts it and waits, such as scripts and tests",
-        example="/run/kvferry/gateway.json",
-    )
+    ready_file: Path | None = shared.ready_file("gateway")
 
     @field_validator("coordinator", "listen")
     @classmethod

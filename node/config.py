@@ -14,7 +14,7 @@ from kvferry.engine.cores import choose_cores
 from kvferry.node.errors import ConfigInvalid
 from kvferry.proto.address import parse_address
 from kvferry.proto.ready_file import why_not_ready_file
-from kvferry.settings import Settings, setting
+from kvferry.settings import Settings, setting, shared
 from kvferry.store.place import StorePlace
 
 NODE_ID: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
@@ -257,35 +257,11 @@ class NodeConfig(Settings):
         what="for saving everything on SIGTERM",
         why="less than the 90 s after which systemd kills",
     )
-    tls_dir: Path | None = setting(
-        None,
-        what="folder with ca.pem, cert.pem, key.pem and, where one is, revoked.pem",
-        why="a fleet needs one (kvferry certs); on one machine's loopback there is nobody to keep out",
-        example="/etc/kvferry/tls",
-    )
-    insecure_plaintext: bool = setting(
-        default=False,
-        what="allow plaintext at addresses that others reach",
-        why="whoever is on the network could read and change everything, and is let in",
-    )
-    reflection: bool | None = setting(
-        None,
-        what="tell anybody what can be called",
-        why="not set, it is told in plaintext on the loopback only: of use to developers, and to attackers",
-        example=False,
-    )
-    metrics: str | None = setting(
-        None,
-        what="HOST:PORT at which Prometheus may ask; not set: nowhere",
-        why="the port is open to whoever reaches it: an operator opens it on purpose",
-        example="127.0.0.1:9101",
-    )
-    ready_file: Path | None = setting(
-        None,
-        what="file that says where the node serves, once it does",
-        why="for whoever starts it and waits, such as scripts and tests",
-        example="/run/kvferry/node.json",
-    )
+    tls_dir: Path | None = shared.tls_dir()
+    insecure_plaintext: bool = shared.insecure_plaintext()
+    reflection: bool | None = shared.reflection()
+    metrics: str | None = shared.metrics(9101)
+    ready_file: Path | None = shared.ready_file("node")
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", what="what is logged", why="info is a few lines a turn; prompts are never logged"
     )
