@@ -14,10 +14,10 @@ from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvferry.doctor.certificates import expiry
 from kvferry.doctor.finding import Finding, fail, ok, warn
 from kvferry.proto.address import parse_address
 from kvferry.proto.channel import channel_options
+from kvferry.trust.doctor_checks import expiry
 from kvferry.trust.doors import is_loopback
 
 SECONDS: Final = 3.0

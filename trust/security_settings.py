@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvferry.doctor.certificates import certificates
 from kvferry.doctor.finding import Finding, Subject, fail, ok, warn
 from kvferry.proto.address import parse_address
+from kvferry.trust.doctor_checks import certificates
 from kvferry.trust.doors import is_loopback
 from kvferry.trust.errors import TrustError
 from kvferry.trust.files import reason_of

@@ -21,9 +21,9 @@ from cryptography.x509.oid import NameOID
 
 from kvferry.doctor import Finding, Subject, Verdict
 from kvferry.doctor import cli as doctor_cli
-from kvferry.doctor.certificates import certificates
 from kvferry.doctor.machine import clock, file_limit, kernel_settings, machine, port
 from kvferry.store.doctor_checks import Mount, mount_findings, mount_of, store
+from kvferry.trust.doctor_checks import certificates
 
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
 NOW = datetime.now(UTC)
@@ -219,6 +219,9 @@ def test_files_of_certificates_that_do_not_belong_together(tmp_path: Path) -> No
     assert (found["key.pem"].verdict, found["issuer"].verdict) == (FAIL, FAIL)
     (a / "cert.pem").write_text("nonsense")
     assert by_check(certificates(Subject(tls_dir=a)))["cert.pem"].verdict is FAIL
+    broken = "\n".join(["-----BEGIN CERTIFICATE-----", "bm9uZQ==", "-----END CERTIFICATE-----", ""])
+    (a / "ca.pem").write_text((tmp_path / "b/ca.pem").read_text() + broken)  # the second of two authorities
+    assert by_check(certificates(Subject(tls_dir=a)))["ca.pem"].verdict is FAIL
 
 
 def test_colours_are_for_terminals() -> None:

@@ -6,12 +6,16 @@ import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509 import Certificate
 
 from kvferry.doctor.finding import Finding, Subject, fail, ok, warn
-
-if TYPE_CHECKING:
-    from cryptography.x509 import Certificate
+from kvferry.trust.certificates import same_key
+from kvferry.trust.errors import TlsFolderInvalid
+from kvferry.trust.tls_folder import CA_FILE, CERTIFICATE_FILE, KEY_FILE, is_signed_by, read_certificates
 
 SOON: Final = timedelta(days=14)
 """Renewing is a timer's work; two weeks leave time to see that it failed."""
@@ -22,27 +26,26 @@ def certificates(subject: Subject) -> Iterator[Finding]:
     """Nothing without --tls-dir."""
     if subject.tls_dir is None:
         return
-    found: dict[str, Certificate] = {}
-    for name in ("ca.pem", "cert.pem"):
+    found: dict[str, list[Certificate]] = {}
+    for name in (CA_FILE, CERTIFICATE_FILE):
         loaded = _load(subject.tls_dir / name)
         if isinstance(loaded, Finding):
             yield loaded
         else:
             found[name] = loaded
-            yield expiry(name, loaded, datetime.now(UTC))
-    yield from _key(subject.tls_dir / "key.pem", found.get("cert.pem"))
-    if len(found) == 2:
-        yield _issued(found["cert.pem"], subject.tls_dir / "ca.pem")
-    if "cert.pem" in found:
-        yield _names(found["cert.pem"])
+            yield expiry(name, loaded[0], datetime.now(UTC))
+    certificate = found[CERTIFICATE_FILE][0] if CERTIFICATE_FILE in found else None
+    yield from _key(subject.tls_dir / KEY_FILE, certificate)
+    if certificate is not None and CA_FILE in found:
+        yield _issued(certificate, found[CA_FILE])
+    if certificate is not None:
+        yield _names(certificate)
 
 
-def _load(path: Path) -> Certificate | Finding:
-    from cryptography import x509
-
+def _load(path: Path) -> list[Certificate] | Finding:
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
+        return read_certificates(path, path.read_bytes())
+    except (OSError, TlsFolderInvalid) as error:
         reason = getattr(error, "strerror", None) or "is no certificate in PEM"
         return fail(path.name, f"{path}: {reason}", means="nobody can connect with TLS", advice=_ISSUE)
 
@@ -62,8 +65,6 @@ def expiry(name: str, certificate: Certificate, now: datetime) -> Finding:
 
 
 def _key(path: Path, certificate: Certificate | None) -> Iterator[Finding]:
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     try:
         key = load_pem_private_key(path.read_bytes(), None)
         mode = path.stat().st_mode
@@ -71,7 +72,7 @@ def _key(path: Path, certificate: Certificate | None) -> Iterator[Finding]:
         reason = getattr(error, "strerror", None) or "is no private key in PEM without a password"
         yield fail(path.name, f"{path}: {reason}", means="nobody can connect with TLS", advice=_ISSUE)
         return
-    if certificate is not None and key.public_key() != certificate.public_key():
+    if certificate is not None and not same_key(certificate, key):
         yield fail(path.name, "is not the key of cert.pem", means="TLS cannot be set up", advice=_ISSUE)
     elif mode & (stat.S_IRWXG | stat.S_IRWXO):
         means = "other users of this machine may read it, and pass for it"
@@ -80,25 +81,17 @@ def _key(path: Path, certificate: Certificate | None) -> Iterator[Finding]:
         yield ok(path.name, "belongs to cert.pem, and is its owner's alone")
 
 
-def _issued(certificate: Certificate, authorities: Path) -> Finding:
+def _issued(certificate: Certificate, authorities: list[Certificate]) -> Finding:
     """By one of those in the file; there are two while an authority is replaced."""
-    from cryptography import x509
-    from cryptography.exceptions import InvalidSignature
-
-    for authority in x509.load_pem_x509_certificates(authorities.read_bytes()):
-        try:
-            certificate.verify_directly_issued_by(authority)
-        except (ValueError, TypeError, InvalidSignature):
-            continue
-        return ok("issuer", authority.subject.rfc4514_string())
+    for authority in authorities:
+        if is_signed_by(certificate, authority):
+            return ok("issuer", authority.subject.rfc4514_string())
     found = f"issued by {certificate.issuer.rfc4514_string()}, not by ca.pem"
     means = "the others trust another authority"
     return fail("issuer", found, means=means, advice="give all the same ca.pem, or issue the certificate anew")
 
 
 def _names(certificate: Certificate) -> Finding:
-    from cryptography import x509
-
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
