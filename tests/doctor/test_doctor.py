@@ -219,7 +219,7 @@ def test_files_of_certificates_that_do_not_belong_together(tmp_path: Path) -> No
     assert (found["key.pem"].verdict, found["issuer"].verdict) == (FAIL, FAIL)
     (a / "cert.pem").write_text("nonsense")
     assert by_check(certificates(Subject(tls_dir=a)))["cert.pem"].verdict is FAIL
-    broken = "\n".join(["-----BEGIN CERTIFICATE-----", "bm9uZQ==", "-----END CERTIFICATE-----", ""])
+    broken = "-----BEGIN CERTIFICATE-----\nbm9uZQ==\n-----END CERTIFICATE-----\n"
     (a / "ca.pem").write_text((tmp_path / "b/ca.pem").read_text() + broken)  # the second of two authorities
     assert by_check(certificates(Subject(tls_dir=a)))["ca.pem"].verdict is FAIL
 
