@@ -169,10 +169,7 @@ class CoordinatorMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Of the turns since the start, and of the cluster at this moment."""
         yield from self._registry.collect()
-        yield labelled(
-            "event_loop_lag_seconds", "How late the event loop woke in the last half minute.", "quantile",
-            self._loop_lag.summary().by_quantile(),
-        )  # fmt: skip
+        yield self._loop_lag.metric()
         yield labelled_counter("calls_refused", "Calls refused because of who asked.", "code", self._refusals())
         status = asyncio.run_coroutine_threadsafe(self._status(), self._loop).result(SCRAPE_SECONDS)
         yield info(

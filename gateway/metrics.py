@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.telemetry.families import PREFIX, labelled
+from kvferry.telemetry.families import PREFIX
 from kvferry.telemetry.host import HostMetrics
 from kvferry.telemetry.loop_lag import LoopLag
 
@@ -63,10 +63,7 @@ class GatewayMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Of the requests since the start."""
         yield from self._registry.collect()
-        yield labelled(
-            "event_loop_lag_seconds", "How late the event loop woke in the last half minute.", "quantile",
-            self._loop_lag.summary().by_quantile(),
-        )  # fmt: skip
+        yield self._loop_lag.metric()
 
     async def answer(self, request: Request) -> Response:
         """GET /metrics."""

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from kvferry.node.state import NodeState
 from kvferry.proto.v1 import common_pb2
-from kvferry.telemetry.families import counter, gauge, info, labelled, labelled_counter, of_message, value
+from kvferry.telemetry.families import counter, gauge, info, labelled_counter, of_message, value
 
 OF_LOAD: Final = (
     gauge("n_running", "turns_running", "Turns in the batch."),
@@ -65,10 +65,7 @@ class NodeMetrics(Collector):
         is_ready = self._state.serving is not None and not (self._state.fence.draining or self._state.hangs)
         yield value("node_ready", "1 once the engine has warmed up, until it drains; 0 while it hangs.", is_ready)
         yield value("node_uptime_seconds", "Since the process started.", now - self._state.started_at)
-        yield labelled(
-            "event_loop_lag_seconds", "How late the event loop woke in the last half minute.", "quantile",
-            self._state.loop_lag.summary().by_quantile(),
-        )  # fmt: skip
+        yield self._state.loop_lag.metric()
         yield labelled_counter(
             "turns_refused", "Turns that were not admitted, by code.", "code", dict(self._state.refusals)
         )

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from prometheus_client.core import Metric
+
+from kvferry.telemetry.families import labelled
+
 INTERVAL_SECONDS: Final = 0.02
 """Of the measurements: costs nothing, and a blockage of a fifth of a second is met by ten of them."""
 
@@ -23,10 +27,6 @@ class LagSummary:
     p99: float = 0.0
     largest: float = 0.0
     n_samples: int = 0
-
-    def by_quantile(self) -> dict[str, float]:
-        """As a metric has them."""
-        return {"0.5": self.p50, "0.99": self.p99, "1": self.largest}
 
 
 @dataclass(slots=True)
@@ -56,3 +56,11 @@ class LoopLag:
         ranked = sorted(self._samples)
         last = len(ranked) - 1
         return LagSummary(ranked[round(0.50 * last)], ranked[round(0.99 * last)], ranked[last], len(ranked))
+
+    def metric(self) -> Metric:
+        """The summary, as every process tells it."""
+        lag = self.summary()
+        return labelled(
+            "event_loop_lag_seconds", "How late the event loop woke in the last half minute.", "quantile",
+            {"0.5": lag.p50, "0.99": lag.p99, "1": lag.largest},
+        )  # fmt: skip

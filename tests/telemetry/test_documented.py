@@ -9,7 +9,7 @@ from kvferry.coordinator import metrics as coordinator_metrics
 from kvferry.gateway import metrics as gateway_metrics
 from kvferry.node import metrics as node_metrics
 from kvferry.node import store_watch
-from kvferry.telemetry import host
+from kvferry.telemetry import host, loop_lag
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ def names_in_code() -> set[str]:
         *node_metrics.OF_STORE,
     )
     names = {field.name + ("_total" if field.kind == "counter" else "") for field in fields}
-    for module in (coordinator_metrics, node_metrics, store_watch, gateway_metrics, host):
+    for module in (coordinator_metrics, node_metrics, store_watch, gateway_metrics, host, loop_lag):
         source = Path(module.__file__).read_text()
         names |= set(re.findall(r"(?:value|labelled)\(\s*\"(\w+)\"", source))
         names |= {f"{name}_total" for name in re.findall(r"labelled_counter\(\s*\"(\w+)\"", source)}
