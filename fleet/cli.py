@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -59,7 +58,7 @@ def bundle(
     tree = source or Path(__file__).resolve().parents[1]
     records = [verify_model(name) for name in models]
     made = make_bundle(tree, folder, arch, python, [extra for extra in extras.split(",") if extra])
-    gathered = [file for record in records for file in _gather_model(record, folder / "models")]
+    gathered = [file for record in records for file in gather_model(record, folder / "models")]
     if as_json:
         click.echo(
             json.dumps({**asdict(made), "models": [{"path": str(p), "sha256": s} for p, s in gathered]}, indent=2)
@@ -68,25 +67,30 @@ def bundle(
         _tell(made, gathered)
 
 
-def _gather_model(record: ModelRecord, folder: Path) -> list[tuple[Path, str]]:
+def gather_model(record: ModelRecord, folder: Path) -> list[tuple[Path, str]]:
     """The model's files with their sums, in ``folder``; hard links where the file system allows."""
     gathered = []
     for file_name, recorded in record.files.items():
         target = folder / record.name / file_name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        gathered.append((_linked(record.folder / file_name, target), recorded.sha256))
+        _bring(record.folder / file_name, target, recorded.sha256)
+        gathered.append((target, recorded.sha256))
     return gathered
 
 
-def _linked(file: Path, target: Path) -> Path:
-    if not target.exists():
-        try:
-            target.hardlink_to(file)
-        except OSError:  # another file system
-            temp = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-            shutil.copyfile(file, temp)
-            temp.replace(target)
-    return target
+def _bring(file: Path, target: Path, sha256: str) -> None:
+    """What lies there from before is taken only if it is this file."""
+    from kvferry.engine.files.digest import file_sha256
+    from kvferry.engine.files.publish import published
+
+    if target.exists() and (target.samefile(file) or file_sha256(target) == sha256):
+        return
+    target.unlink(missing_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(file)
+    except OSError:  # another file system
+        with published(target) as copy, file.open("rb") as whole:
+            shutil.copyfileobj(whole, copy)
 
 
 def _tell(made: Bundle, gathered: list[tuple[Path, str]]) -> None:

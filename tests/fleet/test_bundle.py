@@ -18,8 +18,11 @@ import grpc
 import pytest
 
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
+from kvferry.engine.files.digest import file_sha256
+from kvferry.engine.files.fetch import verify_model
 from kvferry.engine.files.resolve import resolve_model
 from kvferry.fleet.bundle import CannotBundle, make_bundle
+from kvferry.fleet.cli import gather_model
 from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -52,6 +55,16 @@ def test_a_model_that_was_not_fetched_is_refused(tmp_path):
     assert done.stderr.startswith("error: ")
     assert "nobody/nothing" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_model_of_an_earlier_bundle_is_replaced(tmp_path):
+    ensure_model(DEFAULT_MODEL)
+    record = verify_model(DEFAULT_MODEL)
+    ((path, recorded),) = gather_model(record, tmp_path)
+    path.unlink()  # a hard link: writing into it would damage the cache
+    path.write_bytes(b"cut")
+    assert gather_model(record, tmp_path) == [(path, recorded)]
+    assert file_sha256(path) == recorded
 
 
 @pytest.mark.slow
