@@ -30,22 +30,25 @@ def cluster(tmp_path_factory) -> Iterator[LocalCluster]:
         yield running
 
 
-@pytest.fixture(scope="session")
-def node_example() -> Path:
-    """The folder of the Node example with what its package.json names, installed once into the cache."""
+@pytest.fixture(scope="module")
+def node_example(tmp_path_factory) -> Path:
+    """The folder of the Node example, in a tree of its own; what its package.json names is installed once, into the
+    user's cache."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not here: the Node example was not run")
-    folder = cache_root() / "tests" / "examples" / "node"
-    folder.mkdir(parents=True, exist_ok=True)
-    source = cache_root() / "tests" / "src"
-    source.unlink(missing_ok=True)
-    source.symlink_to(ROOT / "src")  # the example finds the protos beside itself
-    for name in ("package.json", "chat.mjs"):
-        shutil.copy(EXAMPLES / "node" / name, folder)
+    packages = cache_root() / "tests" / "node-grpc"
+    packages.mkdir(parents=True, exist_ok=True)
+    shutil.copy(EXAMPLES / "node" / "package.json", packages)
     command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefer-offline"]
-    installed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    installed = subprocess.run(command, cwd=packages, capture_output=True, text=True, timeout=120, check=False)
     if installed.returncode:
         pytest.skip(f"npm cannot install @grpc/grpc-js here: {installed.stderr.strip()[-200:]}")
+    tree = tmp_path_factory.mktemp("tree")
+    (tree / "src").symlink_to(ROOT / "src")  # the example finds the protos beside itself
+    folder = tree / "examples" / "node"
+    folder.mkdir(parents=True)
+    shutil.copy(EXAMPLES / "node" / "chat.mjs", folder)
+    (folder / "node_modules").symlink_to(packages / "node_modules")
     return folder
 
 
