@@ -8,7 +8,7 @@ from typing import Final
 from kvferry.drills.cluster import Place
 from kvferry.drills.process import ManagedProcess
 from kvferry.drills.scenarios import COORDINATOR, Disturbance, Scenario
-from kvferry.drills.targets import clock, fuse
+from kvferry.drills.targets import fuse
 from kvferry.drills.targets.processes import ProcessTarget
 from kvferry.drills.targets.proxy import Relay, Upstream
 
@@ -26,8 +26,7 @@ class LocalTarget(ProcessTarget):
 
     @property
     def ways(self) -> Mapping[Disturbance, str]:
-        ways = {
-            Disturbance.KILL: "SIGKILL to the process",
+        ways = dict(super().ways) | {
             Disturbance.FREEZE: "SIGSTOP to the process",
             Disturbance.CUT: "a TCP relay that passes nothing in either direction and closes nothing",
             Disturbance.CUT_OUTGOING: "a TCP relay that passes on nothing of what the node sends",
@@ -35,13 +34,8 @@ class LocalTarget(ProcessTarget):
                 f"a TCP relay: {SLOW_BYTES_PER_S / 1000:.0f} kB/s and {SLOW_DELAY_S * 1000:.0f} ms, in each direction"
             ),
             Disturbance.POWER_CUT: "a TCP relay that falls silent, then SIGKILL to the process",
-            Disturbance.STORE_ROTTEN: "a bit of each snapshot file is flipped",
         }
-        if clock.library() is not None:
-            ways[Disturbance.CLOCK_FORWARD] = "libfaketime: the process's clock is an hour fast"
-            ways[Disturbance.CLOCK_BACK] = "libfaketime: the process's clock is an hour slow"
         if fuse.why_no_fuse() is None:
-            ways[Disturbance.STORE_HUNG] = "a FUSE folder whose server is stopped by SIGSTOP"
             ways[Disturbance.STORE_FULL] = "a FUSE folder that answers every write with ENOSPC"
         return ways
 

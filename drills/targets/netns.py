@@ -11,7 +11,7 @@ from kvferry.drills.cluster import Place
 from kvferry.drills.journal import Journal
 from kvferry.drills.process import KILL_S
 from kvferry.drills.scenarios import Disturbance, Scenario
-from kvferry.drills.targets import boards, clock, fuse
+from kvferry.drills.targets import boards, fuse
 from kvferry.drills.targets.boards import Boards
 from kvferry.drills.targets.processes import OwnClusterOptions, ProcessTarget
 from kvferry.drills.undo import RemoveFile, Unmount
@@ -38,22 +38,14 @@ class NetnsTarget(ProcessTarget):
     def ways(self) -> Mapping[Disturbance, str]:
         if boards.why_not() is not None:
             return {}
-        ways = {
-            Disturbance.KILL: "SIGKILL to the process",
+        return dict(super().ways) | {
             Disturbance.FREEZE: "the board's control group is frozen",
             Disturbance.CUT: "the board's cable (veth) is taken down at the switch",
             Disturbance.CUT_OUTGOING: "an nft rule at the switch drops what comes from the board",
             Disturbance.SLOW_LINK: f"tc tbf with {SLOW_RATE} on both ends of the board's cable",
             Disturbance.POWER_CUT: "the board's cable is taken down, then its control group is killed",
-            Disturbance.STORE_ROTTEN: "a bit of each snapshot file is flipped",
             Disturbance.STORE_FULL: "a tmpfs that is filled to its last byte; evicting snapshots frees nothing there",
         }
-        if clock.library() is not None:
-            ways[Disturbance.CLOCK_FORWARD] = "libfaketime: the process's clock is an hour fast"
-            ways[Disturbance.CLOCK_BACK] = "libfaketime: the process's clock is an hour slow"
-        if fuse.why_no_fuse() is None:
-            ways[Disturbance.STORE_HUNG] = "a FUSE folder whose server is stopped by SIGSTOP"
-        return ways
 
     def why_not(self, what: Disturbance) -> str:
         reason = boards.why_not()

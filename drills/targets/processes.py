@@ -16,6 +16,7 @@ from kvferry.drills.journal import Entry, Journal
 from kvferry.drills.process import KILL_S, ManagedProcess
 from kvferry.drills.rot import rot_all
 from kvferry.drills.scenarios import COORDINATOR, Disturbance, Scenario
+from kvferry.drills.targets import clock, fuse
 from kvferry.drills.targets.base import Target
 from kvferry.drills.targets.clock import HOUR_S, ShiftedClock
 from kvferry.drills.targets.fuse import FuseFolder
@@ -47,6 +48,20 @@ class ProcessTarget(Target):
         self._clocks: dict[str, ShiftedClock] = {}
         self._processes: dict[str, Entry] = {}
         self._names = tuple(f"node-{number + 1}" for number in range(options.n_nodes))
+
+    @property
+    def ways(self) -> Mapping[Disturbance, str]:
+        """Those that are the same wherever the processes run."""
+        ways = {
+            Disturbance.KILL: "SIGKILL to the process",
+            Disturbance.STORE_ROTTEN: "a bit of each snapshot file is flipped",
+        }
+        if clock.library() is not None:
+            ways[Disturbance.CLOCK_FORWARD] = "libfaketime: the process's clock is an hour fast"
+            ways[Disturbance.CLOCK_BACK] = "libfaketime: the process's clock is an hour slow"
+        if fuse.why_no_fuse() is None:
+            ways[Disturbance.STORE_HUNG] = "a FUSE folder whose server is stopped by SIGSTOP"
+        return ways
 
     @property
     def address(self) -> str:
