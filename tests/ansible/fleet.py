@@ -235,6 +235,17 @@ class Answer:
         return next(event for event in self.events if event["event"] == "finished")
 
 
+def begun(turn: subprocess.Popen[str], n_tokens: int) -> list[dict[str, Any]]:
+    """Its events until that many tokens have come; the rest is `answer_of`'s."""
+    assert turn.stdout is not None
+    events = []
+    for line in turn.stdout:
+        events.append(json.loads(line))
+        if len(Answer(events).token_ids) == n_tokens:
+            break
+    return events
+
+
 def answer_of(turn: subprocess.Popen[str]) -> Answer:
     """All of it; raises with what the command said when it failed."""
     out, err = turn.communicate(timeout=300)

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.engine.files.resolve import resolve_model
 
-from .fleet import ALL_LIVE, COORDINATOR, NODES, Answer, Fleet, Run, answer_of
+from .fleet import ALL_LIVE, COORDINATOR, NODES, Answer, Fleet, Run, answer_of, begun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -117,12 +117,7 @@ def test_a_conversation_through_it(fleet: Fleet) -> None:
 
 def test_an_answer_outlives_the_power_cut_of_its_board(fleet: Fleet, undisturbed: Answer) -> None:
     turn = fleet.chat(STORY, N_TOKENS)
-    assert turn.stdout is not None
-    events = []
-    for line in turn.stdout:
-        events.append(json.loads(line))
-        if len(Answer(events).token_ids) == 20:
-            break
+    events = begun(turn, 20)
     board = int(Answer(events).nodes[-1].removeprefix("n"))
     fleet.rig.power_cut(board)
     try:

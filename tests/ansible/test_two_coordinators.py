@@ -5,7 +5,6 @@ The tests are one story, told in order. About five minutes on an idle machine.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ import pytest
 
 from kvferry.engine.files.resolve import resolve_model
 
-from .fleet import TWO_COORDINATORS, Answer, Fleet, answer_of, bare_boards, copy_of_sources
+from .fleet import TWO_COORDINATORS, Answer, Fleet, answer_of, bare_boards, begun, copy_of_sources
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,12 +62,7 @@ def test_the_registry_is_for_coordinators_only(fleet: Fleet) -> None:
 def test_an_answer_goes_on_when_its_coordinator_is_killed(fleet: Fleet) -> None:
     undisturbed = answer_of(fleet.chat(STORY, N_TOKENS))
     turn = fleet.chat(STORY, N_TOKENS)
-    assert turn.stdout is not None
-    events = []
-    for line in turn.stdout:
-        events.append(json.loads(line))
-        if len(Answer(events).token_ids) == 20:
-            break
+    events = begun(turn, 20)
     for board in TWO_COORDINATORS.coordinators:  # whichever has the turn
         if f"{fleet.rig.address(board)}:7070" in fleet.connections_of(turn.pid):
             fleet.rig.ssh(board, "systemctl kill --signal=KILL kvferry-coordinator")

@@ -15,6 +15,8 @@ from cluster_kit import Cluster, Processes
 from etcd_cluster import BINARY, WHY_NOT, EtcdCluster
 
 from kvferry.coordinator.loaded_model import LoadedModel
+from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.store.place import StorePlace
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +31,15 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
         pytest.skip(WHY_NOT)
     with EtcdCluster(tmp_path_factory.mktemp("etcd")) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> Iterator[SnapshotView]:
+    """What a coordinator knows of the store in tmp_path."""
+    made = SnapshotView(StorePlace(str(tmp_path)))
+    made.start()
+    yield made
+    made.stop()
 
 
 @pytest.fixture

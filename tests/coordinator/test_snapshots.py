@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from kvferry.coordinator.snapshots import MAX_TENANTS, MAX_WAITING_JOBS, SnapshotView
 from kvferry.store.geometry import KvGeometry
@@ -34,14 +33,6 @@ def drained(view: SnapshotView) -> None:
     done = threading.Event()
     view._submit(done.set)
     assert done.wait(20)
-
-
-@pytest.fixture
-def view(tmp_path: Path) -> Any:
-    made = SnapshotView(StorePlace(str(tmp_path)))
-    made.start()
-    yield made
-    made.stop()
 
 
 def test_what_is_there_at_the_start_is_found(view: SnapshotView, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from kvferry.coordinator.snapshots import SnapshotView
 from kvferry.coordinator.stored_prefixes import MAX_PREFIXES, list_snapshots, stored_rows
 from kvferry.proto.v1 import chat_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
 from kvferry.store.geometry import KvGeometry
-from kvferry.store.place import StorePlace
 from kvferry.store.snapshot_store import SnapshotStore
 
 SYSTEM = list(range(100, 164))
@@ -35,14 +34,6 @@ class Writer:
 
     def save(self, token_ids: list[int]) -> str:
         return self.store.publish(np.array(token_ids, np.int32), Zeros()).name
-
-
-@pytest.fixture
-def view(tmp_path: Path) -> Any:
-    made = SnapshotView(StorePlace(str(tmp_path)))
-    made.start()
-    yield made
-    made.stop()
 
 
 def listed(view: SnapshotView, **asked: Any) -> chat_pb2.ListSnapshotsResponse:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import psutil
 import pytest
@@ -132,7 +132,7 @@ def test_chat_from_a_pipe_and_its_sessions_after_the_next_up(up):
 
 
 class Terminal:
-    """Our end of a pseudo terminal with `kvferry chat` at the other."""
+    """Our end of a pseudo terminal with a command at the other."""
 
     def __init__(self, process: subprocess.Popen[bytes], fd: int) -> None:
         self.process = process
@@ -141,6 +141,9 @@ class Terminal:
 
     def type(self, line: str) -> None:
         os.write(self._fd, line.encode() + b"\n")
+
+    def press(self, key: str) -> None:
+        os.write(self._fd, key.encode())
 
     def read_until(self, text: str, timeout_s: float = 60.0) -> str:
         """All that came up to and with `text`; what comes after it is for the next call."""
@@ -157,11 +160,13 @@ class Terminal:
 
 
 @contextmanager
-def chatting(address: str, *arguments: str) -> Iterator[Terminal]:
+def in_a_terminal(*command: str) -> Iterator[Terminal]:
     """Must end well."""
     ours, its = pty.openpty()
-    command = [*KVFERRY, "chat", "--coordinator", address, *arguments]
-    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True)
+    environment = os.environ | {"COLUMNS": "100", "TERM": "xterm"}
+    process = subprocess.Popen(
+        [*KVFERRY, *command], stdin=its, stdout=its, stderr=its, start_new_session=True, env=environment
+    )
     os.close(its)
     try:
         yield Terminal(process, ours)
@@ -171,6 +176,10 @@ def chatting(address: str, *arguments: str) -> Iterator[Terminal]:
             process.kill()
             process.wait(10)
         os.close(ours)
+
+
+def chatting(address: str, *arguments: str) -> AbstractContextManager[Terminal]:
+    return in_a_terminal("chat", "--coordinator", address, *arguments)
 
 
 def test_chat_in_a_terminal(cluster):
@@ -245,24 +254,11 @@ def test_the_drills_are_listed():
 
 
 def test_top_shows_the_streams_of_a_real_cluster(cluster):
-    ours, its = pty.openpty()
-    process = subprocess.Popen(
-        [*KVFERRY, "top", "--coordinator", cluster.address, "--interval", "0.2"],
-        stdin=its, stdout=its, stderr=its, start_new_session=True, env=os.environ | {"COLUMNS": "100", "TERM": "xterm"},
-    )  # fmt: skip
-    os.close(its)
-    terminal = Terminal(process, ours)
-    try:
+    with in_a_terminal("top", "--coordinator", cluster.address, "--interval", "0.2") as terminal:
         terminal.read_until("node-1")
         with Client(cluster.address) as client, client.create_session().generate("Tell a long story.") as turn:
             next(event for event in turn if isinstance(event, Token))
             terminal.read_until("decode")
             turn.cancel()
         terminal.read_until("no turn runs")
-        os.write(ours, b"q")
-        assert process.wait(30) == 0
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait(10)
-        os.close(ours)
+        terminal.press("q")
