@@ -34,6 +34,18 @@ def pytest_report_header() -> str:
     return f"random cases from seed {FIRST_SEED} on (set {SEED_VARIABLE}={FIRST_SEED} for the same)"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A set has another order in every process, and two workers that disagree on a test's name run none at all."""
+    for item in items:
+        parameters = (
+            item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        )
+        if any(
+            isinstance(value, set | frozenset) and len(value) > 1 and str(value) in item.name for value in parameters
+        ):
+            raise pytest.UsageError(f"{item.nodeid}: its name holds a set, which has no order: give the case an id")
+
+
 @pytest.fixture(scope="session")
 def first_seed() -> int:
     """Seeds from this one on are this run's."""

@@ -113,7 +113,7 @@ def auxiliary_vector(**words: int) -> bytes:
         ({"hwcap": 0xFF, "hwcap2": 0}, set()),
         ({}, set()),
     ],
-    ids=str,
+    ids=["dotprod", "i8mm", "neither", "nothing told"],
 )
 def test_the_kernel_says_what_an_arm_processor_has(words, features):
     assert arm_features(auxiliary_vector(**words)) == features

@@ -126,7 +126,7 @@ def test_the_engines_threads_keep_to_their_processors():
         ({0: 530}, {0, 1}),  # the kernel does not know all of them
         ({}, {0, 1}),
     ],
-    ids=str,
+    ids=["two of four", "nearly equal", "one unknown", "all unknown"],
 )
 def test_big_cores_are_told_by_capacity(tmp_path: Path, capacities, big):
     for core, capacity in capacities.items():
