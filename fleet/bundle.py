@@ -3,7 +3,8 @@
 
 Runs on the controller, needs pip and a package index, and only the standard library: the playbooks call it as a program
 with ansible's Python, people by `kvferry fleet bundle`. Prints JSON: {"release", "version", "tar", "sha256", "made"}. A
-bundle that is there already is not made again. pip compares each wheel with the sum that the index gives.
+bundle that is there already is not made again, and one that needs the same as an earlier one takes its wheels: releases
+then differ in our code alone, and the index is not asked. pip compares each wheel with the sum that the index gives.
 
 A release is named by its version and a digest of its sources, so two states of the tree never share a name.
 pip evaluates environment markers for the interpreter it runs under, not for the target: none of our dependencies has
@@ -23,8 +24,10 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from email import message_from_bytes
 from pathlib import Path
 
 ARCHITECTURES = ("x86_64", "aarch64")
@@ -54,8 +57,13 @@ class Bundle:
     made: bool
 
 
-def make_bundle(source: Path, output: Path, arch: str, python: str, extras: Sequence[str] = ()) -> Bundle:
+def make_bundle(
+    source: Path, output: Path, arch: str, python: str, extras: Sequence[str] = (), *, refresh: bool = False
+) -> Bundle:
     """Gather the release of the tree ``source`` into the folder ``output``.
+
+    Args:
+        refresh: make it again with the newest dependencies that the index has.
 
     Raises:
         CannotBundle: the tree is none of kvferry, or pip could not bring everything.
@@ -69,10 +77,12 @@ def make_bundle(source: Path, output: Path, arch: str, python: str, extras: Sequ
         release = f"{version}-{_digest_of_tree(tree)[:8]}"
         marks = [arch, f"py{python.replace('.', '')}", *sorted(extras)]
         tar = output / f"kvferry-{release}-{'-'.join(marks)}.tar"
-        made = not tar.exists()
+        made = refresh or not tar.exists()
         if made:
             wheels = Path(temp, "wheels")
-            _gather(tree, wheels, arch, python, extras)
+            ours = _build(tree, wheels)
+            if refresh or not _take_dependencies(ours, output.glob(f"kvferry-*-{'-'.join(marks)}.tar")):
+                _download_dependencies(ours, arch, python, extras)
             output.mkdir(parents=True, exist_ok=True)
             _write_tar(wheels, tar)
     return Bundle(release, version, str(tar), _sha256(tar), made)
@@ -82,7 +92,9 @@ def main() -> None:
     arguments = _arguments()
     try:
         extras = [extra for extra in arguments.extras.split(",") if extra]
-        bundle = make_bundle(arguments.source, arguments.output, arguments.arch, arguments.python, extras)
+        bundle = make_bundle(
+            arguments.source, arguments.output, arguments.arch, arguments.python, extras, refresh=arguments.refresh
+        )
     except CannotBundle as error:
         sys.exit(f"error: {error}")
     print(json.dumps(asdict(bundle)))
@@ -94,6 +106,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--python", required=True, help="the boards' Python, such as 3.11")
     parser.add_argument("--output", required=True, type=Path, help="folder that keeps bundles")
     parser.add_argument("--extras", default="", help="such as s3,tracing")
+    parser.add_argument("--refresh", action="store_true", help="make it again with the newest dependencies")
     parser.add_argument("--source", type=Path, default=Path(__file__).resolve().parent.parent, help="tree of kvferry")
     return parser.parse_args()
 
@@ -125,16 +138,43 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _gather(tree: Path, wheels: Path, arch: str, python: str, extras: Sequence[str]) -> None:
-    """Our wheel, its dependencies for the target, and pip itself: Debian's python3 comes without one."""
+def _build(tree: Path, wheels: Path) -> Path:
+    """Our wheel, alone in the folder."""
     _pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(tree))
-    ours = next(wheels.glob("kvferry-*.whl"))
+    return next(wheels.glob("kvferry-*.whl"))
+
+
+def _download_dependencies(ours: Path, arch: str, python: str, extras: Sequence[str]) -> None:
+    """What our wheel needs on the target, and pip itself, beside it: Debian's python3 comes without one."""
     platforms = [f"manylinux_2_{minor}_{arch}" for minor in range(GLIBC_MINOR, 4, -1)]
     _pip(
-        "download", "--dest", str(wheels), "--only-binary=:all:", "--implementation=cp", f"--python-version={python}",
+        "download", "--dest", str(ours.parent), "--only-binary=:all:", "--implementation=cp",
+        f"--python-version={python}",
         *(f"--platform={platform}" for platform in [*platforms, f"manylinux2014_{arch}"]),
         f"{ours}[{','.join(extras)}]" if extras else str(ours), "pip",
     )  # fmt: skip
+
+
+def _take_dependencies(ours: Path, earlier: Iterable[Path]) -> bool:
+    """Whether an earlier bundle was of a wheel with the same needs: the newest one's wheels lie beside ours then."""
+    for tar in sorted(earlier, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            wheels = _read_tar(tar)
+            theirs = next(name for name in wheels if name.startswith("kvferry-"))
+            is_same = _needs(io.BytesIO(wheels.pop(theirs))) == _needs(ours)
+        except (OSError, KeyError, StopIteration, ValueError, tarfile.TarError, zipfile.BadZipFile):
+            continue  # damaged: it is no help
+        if is_same:
+            for name, content in wheels.items():
+                (ours.parent / name).write_bytes(content)
+            return True
+    return False
+
+
+def _needs(wheel: Path | io.BytesIO) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return sorted(message_from_bytes(archive.read(name)).get_all("Requires-Dist") or [])
 
 
 def _pip(*arguments: str) -> None:
@@ -159,6 +199,25 @@ def _write_tar(wheels: Path, tar: Path) -> None:
         temp.replace(tar)
     finally:
         temp.unlink(missing_ok=True)
+
+
+def _read_tar(tar: Path) -> dict[str, bytes]:
+    """Name → content of the wheels. ValueError: one is not what its sum says."""
+    wheels = {}
+    with tarfile.open(tar) as archive:
+        for line in _member(archive, "SHA256SUMS").decode().splitlines():
+            digest, name = line.split(maxsplit=1)
+            wheels[name] = _member(archive, name)
+            if hashlib.sha256(wheels[name]).hexdigest() != digest:
+                raise ValueError(name)
+    return wheels
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    file = archive.extractfile(name)
+    if file is None:
+        raise ValueError(name)
+    return file.read()
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -31,6 +31,7 @@ def fleet() -> None:
 @click.option("--model", "models", multiple=True, metavar="NAME", help="A fetched model to put beside it. Repeatable.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), default=None,
               help="Folder that keeps bundles. Default: where the playbooks look for them.")  # fmt: skip
+@click.option("--refresh", is_flag=True, help="Make it again, with the newest dependencies that the index has.")
 @click.option("--source", type=click.Path(path_type=Path, file_okay=False), default=None,
               help="Source tree of kvferry. Default: the one this command is run from.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -40,13 +41,15 @@ def bundle(
     extras: str,
     models: tuple[str, ...],
     output: Path | None,
+    refresh: bool,
     source: Path | None,
     as_json: bool,
 ) -> None:
     """Gather the wheels and models that boards install without a network.
 
     One tar holds our wheel, all that it needs for the boards' architecture and Python, pip itself, and the SHA-256 sum
-    of each. Model files are compared with the sums that were recorded when they were fetched.
+    of each. It takes the wheels of an earlier bundle that needs the same. Model files are compared with the sums that
+    were recorded when they were fetched.
 
     Example: kvferry fleet bundle --arch aarch64 --python 3.11 --model smollm2-135m
     """
@@ -57,7 +60,8 @@ def bundle(
     folder = output or cache_root() / "bundles"
     tree = source or Path(__file__).resolve().parents[1]
     records = [verify_model(name) for name in models]
-    made = make_bundle(tree, folder, arch, python, [extra for extra in extras.split(",") if extra])
+    wanted = [extra for extra in extras.split(",") if extra]
+    made = make_bundle(tree, folder, arch, python, wanted, refresh=refresh)
     gathered = [file for record in records for file in gather_model(record, folder / "models")]
     if as_json:
         click.echo(

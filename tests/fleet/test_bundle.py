@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 from kvferry.engine.files.digest import file_sha256
 from kvferry.engine.files.fetch import verify_model
 from kvferry.engine.files.resolve import resolve_model
-from kvferry.fleet.bundle import CannotBundle, make_bundle
+from kvferry.fleet.bundle import Bundle, CannotBundle, make_bundle
 from kvferry.fleet.cli import gather_model
 from kvferry.proto.channel import channel_options
 from kvferry.proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -83,6 +84,61 @@ def test_the_bundle_holds_wheels_for_the_boards_and_verified_models(tmp_path):
     assert [name for name in names if name.startswith("numba-") and name.endswith("aarch64.whl")]
     (model,) = told["models"]
     assert Path(model["path"]).read_bytes() == resolve_model(DEFAULT_MODEL).read_bytes()
+
+
+def tree(folder: Path, version: str, needs: str) -> Path:
+    """A tree that is bundled in a second: the name and layout of kvferry, nothing in it."""
+    (folder / "src/kvferry/room").mkdir(parents=True, exist_ok=True)
+    (folder / "src/kvferry/room/__init__.py").write_text("")
+    for name in ("README.md", "LICENSE"):
+        (folder / name).write_text("")
+    (folder / "pyproject.toml").write_text(
+        f'[project]\nname = "kvferry"\nversion = "{version}"\ndependencies = [{needs}]\n'
+        '[tool.setuptools.packages.find]\nwhere = ["src"]\n'
+    )
+    return folder
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """For which versions the index was asked for dependencies; it has one for each, none of them a real wheel."""
+    versions: list[str] = []
+
+    def download(ours: Path, *_: object) -> None:
+        versions.append(ours.name.split("-")[1])
+        (ours.parent / f"dependency-{len(versions)}-py3-none-any.whl").write_bytes(b"wheel %d" % len(versions))
+
+    monkeypatch.setattr("kvferry.fleet.bundle._download_dependencies", download)
+    return versions
+
+
+def dependencies_in(bundle: Bundle) -> list[str]:
+    with tarfile.open(bundle.tar) as archive:
+        return [name for name in archive.getnames() if name.startswith("dependency")]
+
+
+def test_a_release_that_needs_the_same_takes_the_wheels_of_the_bundle_before(tmp_path, asked):
+    """The index is a stand-in."""
+    one = make_bundle(tree(tmp_path / "tree", "1", '"numpy>=2"'), tmp_path / "out", "x86_64", "3.11")
+    two = make_bundle(tree(tmp_path / "tree", "2", '"numpy>=2"'), tmp_path / "out", "x86_64", "3.11")
+    other = make_bundle(tree(tmp_path / "tree", "3", '"numpy>=3"'), tmp_path / "out", "x86_64", "3.11")
+    other_board = make_bundle(tree(tmp_path / "tree", "4", '"numpy>=3"'), tmp_path / "out", "aarch64", "3.11")
+    again = make_bundle(tmp_path / "tree", tmp_path / "out", "x86_64", "3.11", refresh=True)
+    assert asked == ["1", "3", "4", "4"]
+    assert [dependencies_in(made) for made in (one, two, other, other_board, again)] == [
+        [f"dependency-{number}-py3-none-any.whl"] for number in (1, 1, 2, 3, 4)
+    ]
+
+
+def test_a_damaged_bundle_before_is_no_source_of_wheels(tmp_path, asked):
+    """The index is a stand-in."""
+    one = make_bundle(tree(tmp_path / "tree", "1", '"numpy>=2"'), tmp_path / "out", "x86_64", "3.11")
+    whole = Path(one.tar).read_bytes()
+    for number, damaged in enumerate((whole[:700], whole.replace(b"wheel 1", b"wheel 9"), b""), start=2):
+        Path(one.tar).write_bytes(damaged)
+        bundle = make_bundle(tree(tmp_path / "tree", str(number), '"numpy>=2"'), tmp_path / "out", "x86_64", "3.11")
+        assert asked[-1] == str(number)
+        Path(bundle.tar).unlink()
 
 
 @contextmanager
