@@ -1,7 +1,8 @@
-"""Strikes one board and heals it: `board.py probe | strike WHAT SECONDS UNIT | heal`. Runs on the board, as root.
+"""Strikes one board and heals it: `board.py probe STORE | strike WHAT SECONDS UNIT STORE | heal [WHAT]`.
 
-Before a strike a timer of the board's own systemd is set that heals it after SECONDS, so that nobody has to reach a
-board to put it right. Everything is answered in JSON.
+Runs on the board, as root. Before a strike a timer of the board's own systemd is set that heals it after SECONDS, so
+that nobody has to reach a board to put it right. A board may be struck in several ways at once, and each is healed by
+itself. Everything is answered in JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path("/run/kvferry-drill")
-STATE = HERE / "struck.json"
 HEALER = "kvferry-drill-heal"
 TABLE = "kvferry_drill"
 SLOW = ("tbf", "rate", "128kbit", "burst", "4kb", "latency", "2s")
@@ -40,6 +40,13 @@ def quietly(*argv: str) -> None:
     subprocess.run(argv, capture_output=True, check=False)
 
 
+def succeeds(*argv: str) -> bool:
+    """Whether a command is there and may do its work: in a container it is often there in vain."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+    return False
+
+
 def probe(store: str) -> dict[str, str]:
     """What can be done here, and by what means."""
     ways = {
@@ -49,12 +56,12 @@ def probe(store: str) -> dict[str, str]:
     }
     if Path(store).is_dir():
         ways["store-rotten"] = "a bit of each snapshot file of the last ten minutes is flipped"
-    if shutil.which("nft"):
+    if succeeds("nft", "list", "tables"):
         ways["cut"] = "nft drops everything but ssh, in both directions"
         ways["cut-outgoing"] = "nft drops everything but ssh that the board sends"
         if file_system_of(store).startswith("nfs"):
             ways["store-hung"] = "nft drops the board's packets to its NFS server"
-    if shutil.which("tc"):
+    if shutil.which("tc") and succeeds("ip", "link", "set", "lo", "up"):
         ways["slow-link"] = "tc tbf with 128 kbit/s for what the board sends"
     with contextlib.suppress(OSError):
         time.clock_settime(time.CLOCK_REALTIME, time.time())
@@ -75,25 +82,32 @@ def device() -> str:
     return next(line.split()[1] for line in shown.splitlines() if line.split()[1] != "lo")
 
 
-def chains(*hooks: str) -> str:
+def table_of(what: str) -> str:
+    """A table of its own for each strike."""
+    return f"{TABLE}_{what.replace('-', '_')}"
+
+
+def chains(what: str, *hooks: str) -> str:
     """Rules that let nothing pass but ssh and what the board says to itself."""
     keep = {"input": 'iifname "lo" accept; tcp dport 22 accept;', "output": 'oifname "lo" accept; tcp sport 22 accept;'}
     rules = "".join(
         f"chain {hook} {{ type filter hook {hook} priority -10; policy drop; {keep[hook]} }}\n" for hook in hooks
     )
-    return f"table inet {TABLE} {{\n{rules}}}\n"
+    return f"table inet {table_of(what)} {{\n{rules}}}\n"
 
 
 def strike(what: str, seconds: float, unit: str, store: str) -> dict[str, Any]:
     """Once it is written down how it is healed. Tells when it was done, by the board's clock."""
     flips = plan_flips(Path(store)) if what == "store-rotten" else []
-    STATE.write_text(json.dumps({"what": what, "unit": unit, "device": device(), "flips": flips}))
-    quietly("systemctl", "stop", f"{HEALER}.timer")
-    heal_command = [sys.executable, str(HERE / "board.py"), "heal"]
+    state_of(what).write_text(json.dumps({"what": what, "unit": unit, "device": device(), "flips": flips}))
+    healer = f"{HEALER}-{what}"
+    quietly("systemctl", "stop", f"{healer}.timer", f"{healer}.service")
+    quietly("systemctl", "reset-failed", f"{healer}.service")  # else its name is taken
+    heal_command = [sys.executable, str(HERE / "board.py"), "heal", what]
     run(
         "systemd-run",
         "--quiet",
-        f"--unit={HEALER}",
+        f"--unit={healer}",
         f"--on-active={seconds}",
         "--timer-property=AccuracySec=100ms",
         *heal_command,
@@ -104,12 +118,12 @@ def strike(what: str, seconds: float, unit: str, store: str) -> dict[str, Any]:
     elif what == "freeze":
         run("systemctl", "kill", "-s", "STOP", "--kill-whom=all", unit)
     elif what == "cut":
-        run("nft", "-f", "-", text=chains("input", "output"))
+        run("nft", "-f", "-", text=chains(what, "input", "output"))
     elif what == "cut-outgoing":
-        run("nft", "-f", "-", text=chains("output"))
+        run("nft", "-f", "-", text=chains(what, "output"))
     elif what == "store-hung":
         drop = f"chain output {{ type filter hook output priority -10; tcp dport {NFS_PORT} drop; }}"
-        run("nft", "-f", "-", text=f"table inet {TABLE} {{ {drop} }}\n")
+        run("nft", "-f", "-", text=f"table inet {table_of(what)} {{ {drop} }}\n")
     elif what == "slow-link":
         run("tc", "qdisc", "add", "dev", device(), "root", *SLOW)
     elif what in {"clock-forward", "clock-back"}:
@@ -124,17 +138,28 @@ def strike(what: str, seconds: float, unit: str, store: str) -> dict[str, Any]:
     return {"at": at, "n_flipped": len(flips)}
 
 
-def heal() -> dict[str, Any]:
-    """Whatever was done. Does no harm when nothing was, or when it was undone already."""
-    quietly("systemctl", "stop", f"{HEALER}.timer")
-    if not STATE.exists():
-        return {"healed": ""}
-    struck = json.loads(STATE.read_text())
+def state_of(what: str) -> Path:
+    """Says, while it is there, that the board is struck so, and how that is undone."""
+    return HERE / f"struck-{what}.json"
+
+
+def heal(*names: str) -> dict[str, Any]:
+    """These strikes or all. Does no harm when nothing was done, or when it was undone already."""
+    states = [state_of(name) for name in names] or sorted(HERE.glob("struck-*.json"))
+    struck = [json.loads(state.read_text()) for state in states if state.exists()]
+    for one in struck:
+        quietly("systemctl", "stop", f"{HEALER}-{one['what']}.timer")
+        undo(one)
+        state_of(one["what"]).unlink()
+    return {"healed": ", ".join(one["what"] for one in struck)}
+
+
+def undo(struck: dict[str, Any]) -> None:
     what = struck["what"]
     if what == "freeze":
         quietly("systemctl", "kill", "-s", "CONT", "--kill-whom=all", struck["unit"])
     elif what in {"cut", "cut-outgoing", "store-hung"}:
-        quietly("nft", "delete", "table", "inet", TABLE)
+        quietly("nft", "delete", "table", "inet", table_of(what))
     elif what == "slow-link":
         quietly("tc", "qdisc", "del", "dev", struck["device"], "root")
     elif what in {"clock-forward", "clock-back"}:
@@ -144,8 +169,6 @@ def heal() -> dict[str, Any]:
             with contextlib.suppress(FileNotFoundError):  # it was refused, and moved away
                 if Path(flip["path"]).stat().st_ino == flip["inode"]:
                     put(flip, flip["right"])
-    STATE.unlink()
-    return {"healed": what}
 
 
 def plan_flips(store: Path) -> list[dict[str, Any]]:
@@ -187,7 +210,7 @@ def main(verb: str, *more: str) -> None:
         what, seconds, unit, store = more
         told = strike(what, float(seconds), unit, store)
     else:
-        told = heal()
+        told = heal(*more)
     sys.stdout.write(json.dumps(told) + "\n")
 
 

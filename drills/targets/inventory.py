@@ -66,8 +66,8 @@ class InventoryTarget(Target):
         if what is Disturbance.STORE_FULL:
             return "the disk of a real board is not filled; --target netns has one to fill"
         if what is Disturbance.STORE_HUNG:
-            return "the store is not on NFS, or a board has no nft"
-        return "a board lacks the means (nft, tc, or the right to set its clock)"
+            return "the store is not on NFS, or a board has no nft that works"
+        return "a board lacks the means: nft or tc, or the right to use them, or to set its clock"
 
     @property
     def address(self) -> str:

@@ -34,6 +34,14 @@ PACKAGES: Final = (
 SUBNET: Final = "10.77.0"
 STATE_FILE: Final = "rig.json"
 
+LINK_UP: Final = """\
+[Unit]
+DefaultDependencies=no
+[Service]
+Type=oneshot
+ExecStart=ip link set eth0 up
+"""
+
 
 class CannotMakeBoards(Exception):
     """This machine cannot run boards; the sentence says why."""
@@ -189,7 +197,7 @@ class Rig:
         nspawn = [
             "systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--link-journal=no",
             f"--machine={self.name(board)}", f"--hostname={self.name(board)}",
-            f"--network-namespace-path=/run/netns/{self.name(board)}",
+            f"--network-namespace-path=/run/netns/{self.name(board)}", "--capability=CAP_NET_ADMIN",
             f"--bind={self.folder / 'shared'}:{self.shared_at}", f"--directory={root}", "--boot",
         ]  # fmt: skip
         with (folder / "console.log").open("ab") as console:
@@ -298,6 +306,11 @@ ProxyCommand nsenter --net=/run/netns/{self.name("ctl")} bash -c '{relay}'
         keys.chmod(0o700)
         (keys / "authorized_keys").write_bytes((self.folder / "key.pub").read_bytes())
         (keys / "authorized_keys").chmod(0o600)
+        # What takes its network down expects that it is up again after a reboot; the address stays in the namespace.
+        units = folder / "upper/etc/systemd/system"
+        (units / "sysinit.target.wants").mkdir(parents=True)
+        (units / "link-up.service").write_text(LINK_UP)
+        (units / "sysinit.target.wants/link-up.service").symlink_to("../link-up.service")
 
     def _cgroups(self, board: int) -> list[Path]:
         return [CGROUPS / controller / self.name(board) for controller in CONTROLLERS]

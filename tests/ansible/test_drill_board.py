@@ -16,7 +16,7 @@ from .conftest import load_program
 @pytest.fixture
 def board(ansible: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     program = load_program(ansible / "drill" / "board.py")
-    monkeypatch.setattr(program, "STATE", tmp_path / "struck.json")
+    monkeypatch.setattr(program, "HERE", tmp_path)
     return program
 
 
@@ -62,8 +62,8 @@ def test_only_snapshots_of_the_drill_rot_and_healing_puts_back_what_is_still_the
     ("what", "heals"),
     [
         ("freeze", ("systemctl", "kill", "-s", "CONT", "--kill-whom=all", "kvferry-node")),
-        ("cut", ("nft", "delete", "table", "inet", "kvferry_drill")),
-        ("cut-outgoing", ("nft", "delete", "table", "inet", "kvferry_drill")),
+        ("cut", ("nft", "delete", "table", "inet", "kvferry_drill_cut")),
+        ("cut-outgoing", ("nft", "delete", "table", "inet", "kvferry_drill_cut_outgoing")),
         ("slow-link", ("tc", "qdisc", "del", "dev", "eth0", "root")),
     ],
 )
@@ -71,20 +71,38 @@ def test_the_boards_own_timer_is_set_before_it_is_struck(
     board: ModuleType, commands: list[tuple[str, ...]], what: str, heals: tuple[str, ...], tmp_path: Path
 ) -> None:
     board.strike(what, 9.0, "kvferry-node", str(tmp_path))
-    struck: dict[str, Any] = json.loads(board.STATE.read_text())
+    struck: dict[str, Any] = json.loads(board.state_of(what).read_text())
     assert struck["what"] == what
-    timer, strike = (i for i, argv in enumerate(commands) if argv[:2] != ("systemctl", "stop"))
+    timer, strike = (i for i, argv in enumerate(commands) if argv[1] not in {"stop", "reset-failed"})
     assert commands[timer][0] == "systemd-run"
     assert "--on-active=9.0" in commands[timer]
     assert timer < strike
     board.heal()
     assert commands[-1] == heals
-    assert not board.STATE.exists()
+    assert not board.state_of(what).exists()
+
+
+def test_a_board_that_is_struck_twice_is_healed_of_both_by_a_timer_each(
+    board: ModuleType, commands: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    """The store rots, and then the node is killed: what rotted must not be forgotten, nor the second strike fail."""
+    (path, *_) = snapshots(tmp_path)
+    whole = path.read_bytes()
+    board.strike("store-rotten", 9.0, "kvferry-node", str(tmp_path))
+    assert path.read_bytes() != whole
+    board.strike("kill", 4.0, "kvferry-node", str(tmp_path))
+    timers = [argv[2] for argv in commands if argv[0] == "systemd-run"]
+    assert timers == ["--unit=kvferry-drill-heal-store-rotten", "--unit=kvferry-drill-heal-kill"]
+    assert board.heal("kill") == {"healed": "kill"}
+    assert path.read_bytes() != whole
+    assert board.heal() == {"healed": "store-rotten"}
+    assert path.read_bytes() == whole
+    assert board.heal() == {"healed": ""}
 
 
 def test_ssh_is_never_cut(board: ModuleType) -> None:
     for hooks in (("input", "output"), ("output",)):
-        rules = board.chains(*hooks)
+        rules = board.chains("cut", *hooks)
         assert rules.count("policy drop") == len(hooks)
         assert all(f"{'d' if hook == 'input' else 's'}port 22 accept" in rules for hook in hooks)
 
@@ -99,3 +117,15 @@ def test_a_board_says_what_can_be_done_there(
     ways = board.probe(str(tmp_path))
     assert {"kill", "freeze", "power-cut", "store-rotten"} <= set(ways)
     assert not {"clock-forward", "store-full"} & set(ways)  # a board's disk is never filled
+
+
+def test_a_program_that_may_not_do_its_work_is_no_means(
+    board: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container without the right to change its network."""
+    for name in ("nft", "tc", "ip"):
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\necho Operation not permitted >&2; exit 1\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert not {"cut", "cut-outgoing", "slow-link"} & set(board.probe(str(tmp_path)))
