@@ -25,8 +25,9 @@ from kvferry.drills.verdict import (
 )
 from kvferry.drills.watch import Sight, Watch, is_well
 
-TENANT: Final = "drill"
-CONTROL_TENANT: Final = "drill-control"
+TENANT: Final = "drill-{started:.0f}"
+"""Of one run: what an earlier run left in memory and in the store would be found again, and nothing restored."""
+CONTROL_TENANT: Final = "drill-{started:.0f}-control"
 
 STEADY_S: Final = 60.0
 """For a cluster that was just started, or that the last drill has left, to be whole."""
@@ -95,11 +96,12 @@ def _disturb(scenario: Scenario, target: Target, outcome: Outcome, say: Say) -> 
     with target.connect(scenario.duration_s) as client, target.connect(0) as impatient:
         _wait_until_steady(client, target)
         say(f"steady state: {len(target.node_ids)} nodes live; now the undisturbed answers")
-        outcome.control = [hold_undisturbed(client, plan, CONTROL_TENANT, i) for i, plan in enumerate(plans)]
+        tenant, control_tenant = (name.format(started=outcome.started) for name in (TENANT, CONTROL_TENANT))
+        outcome.control = [hold_undisturbed(client, plan, control_tenant, i) for i, plan in enumerate(plans)]
         with Watch(impatient) as watch:
             outcome.began_at = time.monotonic()
             until = outcome.began_at + scenario.duration_s
-            stage = Stage(client, plans, TENANT)
+            stage = Stage(client, plans, tenant)
             outcome.conversations = stage.conversations
             director = _Director(target, stage, say)
             try:

@@ -8,6 +8,7 @@ itself. Everything is answered in JSON.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ HOUR_S = 3600
 RECENT_S = 600
 PATTERN = "kv*.kv"
 NFS_PORT = 2049
+HEAL_S = 10.0
 
 
 def run(*argv: str, text: str | None = None) -> None:
@@ -145,6 +148,19 @@ def state_of(what: str) -> Path:
 
 def heal(*names: str) -> dict[str, Any]:
     """These strikes or all. Does no harm when nothing was done, or when it was undone already."""
+    with alone():
+        return heal_alone(*names)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """The board's timer and whoever comes over ssh often heal in the same moment."""
+    with (HERE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def heal_alone(*names: str) -> dict[str, Any]:
     states = [state_of(name) for name in names] or sorted(HERE.glob("struck-*.json"))
     struck = [json.loads(state.read_text()) for state in states if state.exists()]
     for one in struck:
@@ -159,7 +175,7 @@ def undo(struck: dict[str, Any]) -> None:
     if what == "freeze":
         quietly("systemctl", "kill", "-s", "CONT", "--kill-whom=all", struck["unit"])
     elif what in {"cut", "cut-outgoing", "store-hung"}:
-        quietly("nft", "delete", "table", "inet", table_of(what))
+        delete_table(table_of(what))
     elif what == "slow-link":
         quietly("tc", "qdisc", "del", "dev", struck["device"], "root")
     elif what in {"clock-forward", "clock-back"}:
@@ -169,6 +185,25 @@ def undo(struck: dict[str, Any]) -> None:
             with contextlib.suppress(FileNotFoundError):  # it was refused, and moved away
                 if Path(flip["path"]).stat().st_ino == flip["inode"]:
                     put(flip, flip["right"])
+
+
+def tables() -> list[str]:
+    """All words of the list of tables, their names among them."""
+    for _ in range(20):
+        done = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout.split()
+        time.sleep(0.1)
+    sys.exit(f"nft cannot list tables: {done.stderr.strip()}")
+
+
+def delete_table(table: str) -> None:
+    """Until it is gone: netlink gives up a deletion that meets another change."""
+    until = time.monotonic() + HEAL_S
+    while table in tables():
+        quietly("nft", "delete", "table", "inet", table)
+        if time.monotonic() > until:
+            sys.exit(f"nft cannot delete the table {table}, and the board stays cut off: reboot it")
 
 
 def plan_flips(store: Path) -> list[dict[str, Any]]:

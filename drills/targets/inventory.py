@@ -38,7 +38,7 @@ class InventoryTarget(Target):
     """A fleet that was rolled out by `site.yml`; nothing of it is started or stopped but what a drill breaks."""
 
     kind = "inventory"
-    answer_tokens = 256
+    answer_tokens = 384  # a strike through ansible takes seconds, and must come before the answer's end
 
     def __init__(self, journal: Journal, inventory: Path, connect: Connect, *, allow_power_cut: bool) -> None:
         super().__init__(journal)
@@ -161,9 +161,7 @@ class InventoryTarget(Target):
         return self.journal.work / f"play-{number}.log"
 
     def _last_words(self, number: int) -> str:
-        """The last failure; ansible tells its reason in the lines below."""
-        _, found, told = self._log(number).read_text(errors="replace").rpartition("fatal: ")
-        return " ".join(told.split())[:600] if found else "the play ended"
+        return _last_failure(self._log(number).read_text(errors="replace"))
 
     @cached_property
     def _listed(self) -> dict[str, Any]:
@@ -214,8 +212,13 @@ class InventoryTarget(Target):
             self._argv(verb, **variables), capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
         )
         if done.returncode:
-            failed = [line for line in done.stdout.splitlines() if "fatal" in line.lower() or "msg:" in line]
-            raise DrillImpossible(f"drill.yml could not {verb} the boards: {' '.join(failed)[-400:]}")
+            raise DrillImpossible(f"drill.yml could not {verb} the boards: {_last_failure(done.stdout + done.stderr)}")
+
+
+def _last_failure(output: str) -> str:
+    """Of a play; ansible tells the reason in the lines below."""
+    _, found, told = output.rpartition("fatal: ")
+    return " ".join((told if found else output[-600:]).split())[:600]
 
 
 def _program(name: str) -> str:

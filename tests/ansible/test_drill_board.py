@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +26,8 @@ def board(ansible: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mod
 def commands(board: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What it would have run."""
     done: list[tuple[str, ...]] = []
+    there = ["kvferry_drill_cut", "kvferry_drill_cut_outgoing"]
+    monkeypatch.setattr(board, "tables", lambda: [] if "delete" in done[-1] else there)
     for name in ("run", "quietly"):
         monkeypatch.setattr(board, name, lambda *argv, text=None: done.append(argv))
     monkeypatch.setattr(board, "device", lambda: "eth0")
@@ -129,3 +133,21 @@ def test_a_program_that_may_not_do_its_work_is_no_means(
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert not {"cut", "cut-outgoing", "slow-link"} & set(board.probe(str(tmp_path)))
+
+
+def test_two_that_heal_at_once_do_not_meet(
+    board: ModuleType, commands: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the board's own timer and the drill's play do."""
+    board.strike("slow-link", 9.0, "kvferry-node", str(tmp_path))
+    undone: list[str] = []
+
+    def undo(struck: dict[str, Any]) -> None:
+        time.sleep(0.2)
+        undone.append(struck["what"])
+
+    monkeypatch.setattr(board, "undo", undo)
+    with ThreadPoolExecutor(2) as threads:
+        told = list(threads.map(lambda names: board.heal(*names)["healed"], [("slow-link",), ()]))
+    assert undone == ["slow-link"]
+    assert sorted(told) == ["", "slow-link"]
