@@ -23,7 +23,7 @@ from kvferry.drills.demo import DemoOptions, run_demo
 from kvferry.drills.drill_commands import explain, list_scenarios, run
 from kvferry.drills.drill_report import default_reports
 from kvferry.drills.errors import ProcessFailed, VerdictFailed
-from kvferry.drills.model import DEFAULT_MODEL, ensure_model
+from kvferry.drills.model import DEFAULT_MODEL, ensure_kernels, ensure_model
 from kvferry.drills.report import as_json as result_facts
 from kvferry.drills.report import print_report
 from kvferry.drills.supervisor import Supervisor
@@ -76,6 +76,7 @@ def up(
     What dies is started again. Ctrl-C stops it all, a second one at once.
     """
     ensure_model(model)
+    ensure_kernels()
     options = ClusterOptions(
         model=model,
         directory=directory or platformdirs.user_data_path("kvferry") / "up",
@@ -85,7 +86,7 @@ def up(
         drill_reports=default_reports(),
         threads_per_node=threads_per_node or default_threads_per_node(),
     )
-    click.echo("starting (on a new machine the first node compiles its kernels for up to a minute)", err=True)
+    click.echo("starting", err=True)
     with _sigterm_interrupts(), LocalCluster(options) as cluster:
         with suppress(KeyboardInterrupt):
             _print_how_to_go_on(cluster)

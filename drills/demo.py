@@ -21,7 +21,7 @@ from kvferry.drills.cluster import ClusterOptions, LocalCluster
 from kvferry.drills.conversation import TurnLog, TurnRequest, hold_turn
 from kvferry.drills.errors import DrillImpossible
 from kvferry.drills.judge import Verdict, judge
-from kvferry.drills.model import DEFAULT_MODEL, ensure_model
+from kvferry.drills.model import DEFAULT_MODEL, ensure_kernels, ensure_model
 
 SESSION_ID: Final = "demo"
 
@@ -87,6 +87,7 @@ def run_demo(options: DemoOptions, say: Say) -> DemoResult:
     turns = conversation(options.seed)
     with _timed(seconds, "model"):
         ensure_model(options.model)
+        ensure_kernels()
     say(f"seed {options.seed}")
     with _timed(seconds, "control"):
         say("control: one node, undisturbed")

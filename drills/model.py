@@ -1,4 +1,4 @@
-"""Makes sure that the model of a drill is there."""
+"""Makes sure that the model of a drill is there, and compiled kernels."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ def ensure_model(model: str) -> None:
     )
     if fetched.returncode != 0:
         raise ModelUnavailable(f"The model {model} could not be fetched; see above.")
+
+
+def ensure_kernels() -> None:
+    """Compiles them on a machine that never did, with a progress bar: a node would do the same, unseen."""
+    subprocess.run(
+        [sys.executable, "-m", "kvferry.engine.kernels.compile_cache"], stdout=subprocess.DEVNULL, check=False
+    )
 
 
 def is_path(model: str) -> bool:

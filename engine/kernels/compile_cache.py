@@ -303,3 +303,7 @@ def _key() -> str:
     for fact in facts:
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()
+
+
+if __name__ == "__main__":  # for who wants to see the progress: the child has the standard error of the terminal
+    compile_cache()
