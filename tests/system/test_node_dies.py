@@ -83,10 +83,11 @@ def test_the_other_node_restores_what_the_dead_one_had_published(cluster, contro
     cluster.ensure_all_live()
 
 
-def test_killed_ten_times_right_after_a_turn_while_it_publishes(model, control, tmp_path):
+@pytest.mark.parametrize("n_kills", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_again_and_again_right_after_a_turn_while_it_publishes(model, control, tmp_path, n_kills):
     """Whatever the kill leaves in the store, the conversation goes on with the same tokens, and no file is torn."""
     text = conversation(seed=0)[0].text
-    turns = [TurnRequest(text if i == 0 else f"And then? ({i})", 12, Sampling()) for i in range(10)]
+    turns = [TurnRequest(text if i == 0 else f"And then? ({i})", 12, Sampling()) for i in range(n_kills)]
     rng = random.Random(10)
     with LocalCluster(options(model, tmp_path, n_nodes=2)) as cluster, Client(cluster.address) as client:
         session = client.create_session()

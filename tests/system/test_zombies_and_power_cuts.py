@@ -112,7 +112,7 @@ def error_of_a_turn(session: Session) -> type[Exception] | None:
     return None
 
 
-@pytest.mark.parametrize("n_sessions", [20, slow(100)])
+@pytest.mark.parametrize("n_sessions", [10, slow(100)])
 def test_16_a_power_cut_in_many_answers_keeps_every_session(rig: Tripped, n_sessions: int) -> None:
     """Every process is killed at a random moment; what was saved is restored, and only the rest computed again."""
     cluster, rng = rig.cluster, random.Random(16)
