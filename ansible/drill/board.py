@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -115,11 +116,12 @@ def strike(what: str, seconds: float, unit: str, store: str) -> dict[str, Any]:
         "--timer-property=AccuracySec=100ms",
         *heal_command,
     )
+    process = main_process(unit)
     at = time.time()
     if what == "kill":
-        run("systemctl", "kill", "-s", "KILL", "--kill-whom=all", unit)
+        send("KILL", process, unit)
     elif what == "freeze":
-        run("systemctl", "kill", "-s", "STOP", "--kill-whom=all", unit)
+        send("STOP", process, unit)
     elif what == "cut":
         run("nft", "-f", "-", text=chains(what, "input", "output"))
     elif what == "cut-outgoing":
@@ -144,6 +146,19 @@ def strike(what: str, seconds: float, unit: str, store: str) -> dict[str, Any]:
 def state_of(what: str) -> Path:
     """Says, while it is there, that the board is struck so, and how that is undone."""
     return HERE / f"struck-{what}.json"
+
+
+def main_process(unit: str) -> int:
+    """0: none."""
+    told = subprocess.run(["systemctl", "show", "-p", "MainPID", "--value", unit], capture_output=True, check=False)
+    return int(told.stdout or b"0")
+
+
+def send(signal_name: str, process: int, unit: str) -> None:
+    """To the main process by ourselves: systemctl takes part of a second, and the moment is what is measured."""
+    if process:
+        os.kill(process, signal.Signals[f"SIG{signal_name}"])
+    quietly("systemctl", "kill", "-s", signal_name, "--kill-whom=all", unit)
 
 
 def heal(*names: str) -> dict[str, Any]:

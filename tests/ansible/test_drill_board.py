@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +33,7 @@ def commands(board: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     for name in ("run", "quietly"):
         monkeypatch.setattr(board, name, lambda *argv, text=None: done.append(argv))
     monkeypatch.setattr(board, "device", lambda: "eth0")
+    monkeypatch.setattr(board, "main_process", lambda _unit: 0)
     return done
 
 
@@ -102,6 +105,16 @@ def test_a_board_that_is_struck_twice_is_healed_of_both_by_a_timer_each(
     assert board.heal() == {"healed": "store-rotten"}
     assert path.read_bytes() == whole
     assert board.heal() == {"healed": ""}
+
+
+def test_a_signal_comes_at_the_moment_that_is_told(
+    board: ModuleType, commands: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        monkeypatch.setattr(board, "main_process", lambda _unit: process.pid)
+        board.strike("kill", 9.0, "kvferry-node", str(tmp_path))
+        assert process.wait(5) == -signal.SIGKILL
+    assert commands[-1] == ("systemctl", "kill", "-s", "KILL", "--kill-whom=all", "kvferry-node")
 
 
 def test_ssh_is_never_cut(board: ModuleType) -> None:
