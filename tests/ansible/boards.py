@@ -200,9 +200,11 @@ class Rig:
             f"--network-namespace-path=/run/netns/{self.name(board)}", "--capability=CAP_NET_ADMIN",
             f"--bind={self.folder / 'shared'}:{self.shared_at}", f"--directory={root}", "--boot",
         ]  # fmt: skip
+        # After `reboot -ff` nspawn ends where /run is on a disk: its power comes back then.
+        again = 'while :; do "$@"; sleep 2; done'
         with (folder / "console.log").open("ab") as console:
             machine = subprocess.Popen(
-                ["sh", "-c", f'{join} exec "$@"', "sh", *nspawn],
+                ["sh", "-c", f"{join} {again}", "sh", *nspawn],
                 stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True,
             )  # fmt: skip
         self._machines.append(machine)
