@@ -87,7 +87,7 @@ class IoThreads:
         self.store_id = ""  # until the store has told
         self._seal_name = ""
         self._looked_after_at = time.monotonic()
-        self._is_full = False  # what only a save that fits can disprove
+        self._full: StoreFull | None = None  # what the last save met
         self._reads: IoLane[RestoreRequest] = IoLane(
             "kvferry-io-read",
             open_first=self._probe_reads,
@@ -192,10 +192,16 @@ class IoThreads:
                 self.store_id = store.identify()
                 store.refresh()
                 self._stores.unprepare()
-                self._write_error = self._write_error if self._is_full else ""
+                if self._full is None or self._has_room(store, self._full):
+                    self._write_error, self._full = "", None
             except StoreError as error:
                 self._write_error = str(error)
                 self._cannot_open(error)
+
+    @staticmethod
+    def _has_room(store: SnapshotStore, full: StoreFull) -> bool:
+        """Whether somebody made room on the disk. That another limit is not met any more only a save can show."""
+        return 0 < full.needed_bytes <= store.free_bytes()
 
     def _look_after(self, stores: TenantStores) -> None:
         """Merge one long chain, now and then: a save that comes meanwhile waits for no more than that."""
@@ -335,12 +341,12 @@ class IoThreads:
             except StoreError as error:
                 spared = isinstance(error, WriteBudgetSpent)  # by this node's own wish, for an hour at most
                 if isinstance(error, StoreUnavailable | StoreFull) and not spared:  # else only this one is not wanted
-                    self._write_error, self._is_full = str(error), isinstance(error, StoreFull)
+                    self._write_error, self._full = str(error), error if isinstance(error, StoreFull) else None
                 log.warning("session %s was not saved: %s", request.session_id, error)
                 return PublishDone(request=request, error=error)
             except Exception as error:  # a bug in writing a file must not cost the session
                 log.exception("session %s was not saved for an unforeseen reason", request.session_id)
                 return PublishDone(request=request, error=error)
-        self._write_error = ""
+        self._write_error, self._full = "", None
         published = Published(info.name, info.n_tokens, info.n_bytes, time.monotonic() - began_at, request.namespace)
         return PublishDone(request=request, published=published, already_there=info.already_there)

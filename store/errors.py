@@ -123,13 +123,17 @@ class SnapshotGone(StoreUnavailable):
 
 
 class StoreFull(StoreError):
-    """There is no room for this snapshot, and nothing left that may be evicted for it."""
+    """There is no room for this snapshot, and nothing left that may be evicted for it.
+
+    ``needed_bytes``: how many the disk must have free for it; 0: it is another limit than the disk's.
+    """
 
     code = "store_full"
     default_exit_code = 42
 
-    def __init__(self, sentence: str, *, op: str, path: str | Path) -> None:
+    def __init__(self, sentence: str, *, op: str, path: str | Path, needed_bytes: int = 0) -> None:
         super().__init__(sentence, op=op, path=path, recovery="skip_save")
+        self.needed_bytes = needed_bytes
 
 
 class WriteBudgetSpent(StoreFull):

@@ -204,6 +204,10 @@ class SnapshotStore:
         """Takes in what other nodes published and forgets what is gone. Raises StoreUnavailable."""
         return self._catalog.refresh()
 
+    def free_bytes(self) -> int:
+        """Bytes that the disk still takes. Raises StoreUnavailable."""
+        return self._directory.free_bytes()
+
     def announce(self, name: str) -> bool:
         """Another node says it published this: opens it by its exact name. False when it is not to be seen yet, or
         known to be refused.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from click.testing import CliRunner
 
 from kvferry.node.cli import node as node_group
+from kvferry.node.io_lane import PROBE_SECONDS
 from kvferry.proto.v1 import worker_pb2
 from kvferry.store.vlkv3 import FIXED_BYTES
 
@@ -87,3 +89,20 @@ def test_budgets_that_refuse_are_counted_and_shown(
     assert figures.write_budget_left == (8 << 20) - figures.bytes_saved
     assert f"{figures.bytes_saved / 1e6:.1f} MB saved" in shown
     assert (told["saves_without_room"], told["saves_over_write_budget"]) == ("1", "1")  # uint64 are text in JSON
+
+
+def test_a_store_is_well_again_when_somebody_makes_room_on_its_disk(
+    small_disk: Path, tmp_path: Path, smollm2_path: Path, prompts: Prompts, own: Own
+) -> None:
+    """Without a save that shows it: on a node that nobody talks to, the alert would stay for ever."""
+    with running_node(tmp_path / "n", smollm2_path, "--store", str(small_disk), "--publish-min-tokens", "24") as node:
+        theirs = small_disk / "theirs"
+        theirs.write_bytes(bytes((64 << 20) - (1 << 20)))
+        node.run_turn(own(prompts["multi"]), max_tokens=1)
+        said = node.wait_for("not load.store_ok").load.store_error
+        assert "its disk has" in said
+        theirs.write_bytes(bytes((64 << 20) - (2 << 20)))  # some room, and not enough
+        time.sleep(2 * PROBE_SECONDS + 1)
+        assert node.status().load.store_error == said
+        theirs.unlink()
+        node.wait_for("load.store_ok", seconds=5)
