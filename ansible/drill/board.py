@@ -54,8 +54,8 @@ def succeeds(*argv: str) -> bool:
 def probe(store: str) -> dict[str, str]:
     """What can be done here, and by what means."""
     ways = {
-        "kill": "systemctl kill -s KILL; systemd starts it again",
-        "freeze": "systemctl kill -s STOP",
+        "kill": "SIGKILL to the unit's process; systemd starts it again",
+        "freeze": "SIGSTOP to the unit's process",
         "power-cut": "its network is taken down, then reboot -ff",
     }
     if Path(store).is_dir():
@@ -155,10 +155,11 @@ def main_process(unit: str) -> int:
 
 
 def send(signal_name: str, process: int, unit: str) -> None:
-    """To the main process by ourselves: systemctl takes part of a second, and the moment is what is measured."""
+    """By ourselves: systemctl takes part of a second, and the moment is what is measured. Ours have no children."""
     if process:
         os.kill(process, signal.Signals[f"SIG{signal_name}"])
-    quietly("systemctl", "kill", "-s", signal_name, "--kill-whom=all", unit)
+    else:
+        run("systemctl", "kill", "-s", signal_name, "--kill-whom=all", unit)
 
 
 def heal(*names: str) -> dict[str, Any]:
