@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tarfile
 import time
+import tomllib
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,20 +96,30 @@ def tree(folder: Path, version: str, needs: str) -> Path:
         (folder / name).write_text("")
     (folder / "pyproject.toml").write_text(
         f'[project]\nname = "kvferry"\nversion = "{version}"\ndependencies = [{needs}]\n'
-        '[tool.setuptools.packages.find]\nwhere = ["src"]\n'
     )
     return folder
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """For which versions the index was asked for dependencies; it has one for each, none of them a real wheel."""
+    """For which versions the index was asked for dependencies; it has one for each, none of them a real wheel. Ours is
+    one that was not built by pip, which would need the index too."""
     versions: list[str] = []
+
+    def build(tree: Path, wheels: Path) -> Path:
+        project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+        wheels.mkdir()
+        wheel = wheels / f"kvferry-{project['version']}-py3-none-any.whl"
+        needs = "".join(f"Requires-Dist: {need}\n" for need in project["dependencies"])
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"kvferry-{project['version']}.dist-info/METADATA", f"Name: kvferry\n{needs}\nReadme")
+        return wheel
 
     def download(ours: Path, *_: object) -> None:
         versions.append(ours.name.split("-")[1])
         (ours.parent / f"dependency-{len(versions)}-py3-none-any.whl").write_bytes(b"wheel %d" % len(versions))
 
+    monkeypatch.setattr("kvferry.fleet.bundle._build", build)
     monkeypatch.setattr("kvferry.fleet.bundle._download_dependencies", download)
     return versions
 
