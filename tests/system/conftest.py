@@ -12,6 +12,7 @@ from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 from .rig import Control, options
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "telemetry"))  # otlp_collector.py
+sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))  # browser_kit.py
 
 
 @pytest.fixture(scope="session")

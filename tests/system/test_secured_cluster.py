@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from browser_kit import ANSWER_MS, WHY_NOT, browser_is_there, browsing
 from otlp_collector import Collector
 
 from kvferry.client import Client, NodeLost, NodeState, Token
@@ -103,6 +104,30 @@ def test_a_killed_nodes_answer_goes_on_with_the_same_bits(secured: Secured, cont
         control.assert_same([turn], [log.record], session)
     assert len(set(placed_on(log))) == 2
     secured.cluster.ensure_all_live()
+
+
+@pytest.mark.skipif(not browser_is_there(), reason=WHY_NOT)
+def test_the_dashboards_chat_is_for_who_enters_a_token(secured: Secured) -> None:
+    from playwright.sync_api import expect
+
+    page_address = f"https://{secured.cluster.http_address}/#chat"
+    with browsing(expected="401", ignore_https_errors=True) as page:
+        page.goto(page_address)
+        for entered in ("", "kvf_wrong", secured.token):
+            if entered:
+                if not page.locator("#token").is_visible():
+                    page.locator("#access summary").click()
+                page.fill("#token", entered)
+                with page.expect_navigation():
+                    page.press("#token", "Enter")
+            page.fill("#words", "Say where the ferry goes.")
+            page.press("#words", "Enter")
+            if entered == secured.token:
+                expect(page.locator("#talk .by").first).to_be_visible(timeout=ANSWER_MS)
+            else:
+                expect(page.locator("#talk")).to_contain_text("API token", timeout=ANSWER_MS)
+                expect(page.locator("#talk .by")).to_have_count(0)
+        assert secured.token not in page.content()
 
 
 def test_certificates_rotate_under_a_running_stream(secured: Secured, control) -> None:
