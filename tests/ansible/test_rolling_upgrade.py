@@ -37,17 +37,16 @@ def _rolled_out(first_run: Run) -> None:
 def crowd(fleet: Fleet, n_people: int, found: dict[str, Any]) -> Iterator[None]:
     """People talk from its beginning to its end; then ``found`` says what they met."""
     command = fleet.as_operator([sys.executable, Path(__file__).with_name("crowd.py"), fleet.address, str(n_people)])
-    people = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert people.stdout is not None
-    try:
-        assert people.stdout.readline() == "ready\n"
-        yield
-        told, _ = people.communicate(timeout=600)
-        found |= json.loads(told)
-        print(json.dumps(found))
-    finally:
-        people.kill()
-        people.wait()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as people:
+        assert people.stdout is not None
+        try:
+            assert people.stdout.readline() == "ready\n"
+            yield
+            told, _ = people.communicate(timeout=600)
+        finally:
+            people.kill()
+    found |= json.loads(told)
+    print(json.dumps(found))
 
 
 def roll_out(fleet: Fleet, **variables: Any) -> Run:
