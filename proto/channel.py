@@ -47,7 +47,8 @@ def channel_options() -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         # the default grows to 120 s: a rebooted board would look dead for two minutes
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # this is how long an attempt may take: with certificates a busy board needs more than a tenth of a second
+        ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),  # a started stream cannot be retried; failover is ours
         ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection, never one that is backing off

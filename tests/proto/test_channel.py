@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -69,6 +70,16 @@ def test_a_call_that_is_silent_for_many_pings_lives(start_server: StartServer) -
     _, port = start_server(0)
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
         assert len(list(call(channel, request(9)))) == 2
+
+
+def test_a_server_that_is_too_busy_to_shake_hands_at_once_is_reached(start_server: StartServer) -> None:
+    process, port = start_server(0)
+    process.send_signal(signal.SIGSTOP)  # its socket still takes connections
+    busy = threading.Timer(0.5, process.send_signal, [signal.SIGCONT])
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+        busy.start()
+        assert len(list(channel.unary_stream(METHOD)(request(0), timeout=20))) == 2
+    busy.join()
 
 
 def test_a_frozen_server_is_noticed_long_before_the_default_minute(start_server: StartServer) -> None:

@@ -15,6 +15,18 @@ import tempfile
 import time
 from pathlib import Path
 
+PATIENCE_SECONDS = 60
+
+
+def ask(kvferry: Path, address: str) -> "subprocess.CompletedProcess[bytes]":
+    """The node is there, but the board may be busy with the release that runs."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        status = subprocess.run([kvferry, "node", "status", address, "--json"], stdout=subprocess.PIPE, check=False)
+        if status.returncode == 0 or time.monotonic() > until:
+            return status
+        time.sleep(1)
+
 
 def main(release: Path, model: str, done: Path) -> None:
     started = time.monotonic()
@@ -31,7 +43,7 @@ def main(release: Path, model: str, done: Path) -> None:
                 sys.exit(f"the node ended with exit code {node.returncode} before it was ready; its reasons are above")
             time.sleep(0.1)
         address = json.loads(ready.read_text())["address"]
-        status = subprocess.run([kvferry, "node", "status", address, "--json"], stdout=subprocess.PIPE, check=False)
+        status = ask(kvferry, address)
         node.send_signal(signal.SIGTERM)
         if node.wait():
             sys.exit(f"the node ended with exit code {node.returncode} when it was told to")
