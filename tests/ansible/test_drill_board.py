@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -99,7 +100,7 @@ def test_a_board_that_is_struck_twice_is_healed_of_both_by_a_timer_each(
     assert path.read_bytes() != whole
     board.strike("kill", 4.0, "kvferry-node", str(tmp_path))
     timers = [argv[2] for argv in commands if argv[0] == "systemd-run"]
-    assert timers == ["--unit=kvferry-drill-heal-store-rotten", "--unit=kvferry-drill-heal-kill"]
+    assert timers == ["--unit=drill-heals-kvferry-store-rotten", "--unit=drill-heals-kvferry-kill"]
     assert board.heal("kill") == {"healed": "kill"}
     assert path.read_bytes() != whole
     assert board.heal() == {"healed": "store-rotten"}
@@ -115,6 +116,13 @@ def test_a_signal_comes_at_the_moment_that_is_told(
         board.strike("kill", 9.0, "kvferry-node", str(tmp_path))
         assert process.wait(5) == -signal.SIGKILL
     assert commands[-1][0] == "systemd-run"  # not systemctl kill: it might meet the process that systemd started anew
+
+
+def test_what_heals_is_outside_the_sandbox_of_our_units(board: ModuleType, ansible: Path) -> None:
+    """A drop-in for kvferry-.service is one for every unit whose name begins so, and takes all capabilities away."""
+    base = (ansible / "roles/base/tasks/main.yml").read_text()
+    (prefix,) = re.findall(r"/etc/systemd/system/([\w-]+)\.service\.d/sandbox\.conf", base)
+    assert not board.HEALER.startswith(prefix)
 
 
 def test_ssh_is_never_cut(board: ModuleType) -> None:
