@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -47,7 +49,7 @@ class GgufFile:
 
     path: Path
     version: int
-    metadata: dict[str, Any]
+    metadata: Mapping[str, Any]  # nobody changes it: files that are open are shared
     tensors: dict[str, GgufTensor]
 
     @property
@@ -101,7 +103,9 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
         raise UnsupportedArchitecture(
             f"{path} is one part of a model split over several files; join them with gguf-split first"
         )
-    file = GgufFile(path, header.version, header.metadata, {e.name: _tensor(e, data) for e in header.tensors})
+    file = GgufFile(
+        path, header.version, MappingProxyType(header.metadata), {e.name: _tensor(e, data) for e in header.tensors}
+    )
     if key is not None:
         _open_files[key] = file
     return file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -42,7 +42,7 @@ _PRE_TOKENIZERS: Final[dict[str, Callable[[], Any]]] = {
 }
 
 
-def tokenizer_from_gguf(metadata: dict[str, Any]) -> tuple[Tokenizer, list[str], list[int]]:
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[str], list[int]]:
     """The tokenizer, its vocabulary by id, and the ids of the tokens that are matched literally.
 
     Raises ModelInvalid for metadata that is missing or inconsistent, UnsupportedArchitecture for another kind of
@@ -74,7 +74,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tuple[Tokenizer, list[str],
     return tokenizer, entries, literal_ids
 
 
-def _add_literals(tokenizer: Tokenizer, entries: list[str], metadata: dict[str, Any]) -> list[int]:
+def _add_literals(tokenizer: Tokenizer, entries: list[str], metadata: Mapping[str, Any]) -> list[int]:
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(entries))
     if not isinstance(types, list) or len(types) != len(entries):
         raise ModelInvalid("tokenizer.ggml.token_type does not have one entry for each token")
@@ -85,7 +85,7 @@ def _add_literals(tokenizer: Tokenizer, entries: list[str], metadata: dict[str, 
     return sorted(control + user_defined)
 
 
-def _strings(metadata: dict[str, Any], key: str) -> list[str]:
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(key)
     if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
         raise ModelInvalid(f"metadata {key!r} is missing or no list of strings")

@@ -205,7 +205,7 @@ def _mark_beside(texts: str) -> str:
     return mark
 
 
-def _token_id(metadata: dict[str, Any], key: str, n_tokens: int) -> int | None:
+def _token_id(metadata: Mapping[str, Any], key: str, n_tokens: int) -> int | None:
     value = metadata.get(key)
     if value is None:
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.engine.errors import InvalidMessage, ModelInvalid, ModelNotFound, UnsupportedArchitecture
-from kvferry.engine.files.gguf_file import open_gguf
+from kvferry.engine.files.gguf_file import GgufFile, open_gguf
 from kvferry.engine.text.bpe import tokenizer_from_gguf
 from kvferry.engine.text.byte_level import BYTE_OF
 from kvferry.engine.text.model import TextModel
@@ -93,6 +95,13 @@ def test_how_each_pre_tokenizer_cuts(pre: str, text: str, pieces: list[str]) -> 
     assert [text[start:end] for _, (start, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
 
 
+def changeable(path: Path) -> tuple[dict[str, Any], GgufFile]:
+    """The file with metadata of its own: all who open a file share one."""
+    file = open_gguf(path)
+    metadata = copy.deepcopy(dict(file.metadata))
+    return metadata, dataclasses.replace(file, metadata=metadata)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "reason"),
     [
@@ -112,12 +121,12 @@ def test_how_each_pre_tokenizer_cuts(pre: str, text: str, pieces: list[str]) -> 
 def test_metadata_that_is_damaged_or_of_another_kind_is_refused_by_name(
     smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], error: type[Exception], reason: str
 ) -> None:
-    file = open_gguf(smollm2_path)
+    metadata, file = changeable(smollm2_path)
     for key, value in changes.items():
         if value is None:
-            monkeypatch.delitem(file.metadata, key)
+            del metadata[key]
         else:
-            monkeypatch.setitem(file.metadata, key, value)
+            metadata[key] = value
     monkeypatch.setattr("kvferry.engine.text.model.open_gguf", lambda _: file)
     with pytest.raises(error, match=reason) as caught:
         TextModel.load(smollm2_path)
@@ -128,19 +137,19 @@ def test_the_digest_changes_with_the_tokenizer_and_with_the_template(
     smollm2: TextModel, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, qwen_tiny: TextModel,
     qwen_tiny_folder: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    file = open_gguf(smollm2_path)
+    metadata, file = changeable(smollm2_path)
     monkeypatch.setattr("kvferry.engine.text.model.open_gguf", lambda _: file)
     assert TextModel.load(smollm2_path).digest == smollm2.digest
-    file.metadata["tokenizer.chat_template"] += " "
+    metadata["tokenizer.chat_template"] += " "
     changed_template = TextModel.load(smollm2_path).digest
-    file.metadata["tokenizer.ggml.merges"].pop()
+    metadata["tokenizer.ggml.merges"].pop()
     changed_merges = TextModel.load(smollm2_path).digest
     assert len({smollm2.digest, changed_template, changed_merges}) == 3
-    copy = tmp_path / "copy"
-    shutil.copytree(qwen_tiny_folder, copy)
-    assert TextModel.load(copy).digest == qwen_tiny.digest
-    (copy / "generation_config.json").write_text('{"eos_token_id": [1023, 1022]}')
-    other = TextModel.load(copy)
+    other_folder = tmp_path / "copy"
+    shutil.copytree(qwen_tiny_folder, other_folder)
+    assert TextModel.load(other_folder).digest == qwen_tiny.digest
+    (other_folder / "generation_config.json").write_text('{"eos_token_id": [1023, 1022]}')
+    other = TextModel.load(other_folder)
     assert other.end_token_ids == (1023, 1022)
     assert other.digest != qwen_tiny.digest
 
