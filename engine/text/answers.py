@@ -13,6 +13,7 @@ those at the end of an answer that calls.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
@@ -23,6 +24,7 @@ THINK: Final = "<think>"
 END_OF_THINKING: Final = "</think>"
 CALL: Final = "<tool_call>"
 END_OF_CALL: Final = "</tool_call>"
+_STRING: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,10 @@ class AnswerReader:
                 self._add_content(self._held)
             case _State.THINKING:
                 self._add_reasoning(self._held.rstrip("\n"))
+            case _State.IN_CALL if END_OF_CALL in self._held:  # in a string that was never closed
+                body, _, rest = self._held.partition(END_OF_CALL)
+                self._malformed.append(body)
+                self._add_content(rest)
             case _State.IN_CALL:  # cut in the middle: no call, and shown as it is
                 self._add_content(CALL + self._held)
         self._held = ""
@@ -190,9 +196,10 @@ class AnswerReader:
         return False
 
     def _read_call(self) -> bool:
-        body, found, rest = self._held.partition(END_OF_CALL)
-        if not found:
+        end = _end_of_call(self._held)
+        if end < 0:
             return False
+        body, rest = self._held[:end], self._held[end + len(END_OF_CALL) :]
         call = _call(body)
         if call is None:
             self._malformed.append(body)
@@ -227,6 +234,18 @@ class AnswerReader:
 def _n_begun(text: str, mark: str) -> int:
     """The length of the longest end of the text that is the beginning of the mark."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[len(text) - n :])), 0)
+
+
+def _end_of_call(text: str) -> int:
+    """Where the first mark outside of a string of the JSON is, or -1. No string goes over the end of a line, so one
+    that was never closed hides no mark on a later line."""
+    end = text.find(END_OF_CALL)
+    while end >= 0:
+        _, opened, begun = _STRING.sub("", text[:end]).partition('"')
+        if not opened or "\n" in begun:
+            return end
+        end = text.find(END_OF_CALL, end + 1)
+    return -1
 
 
 def _call(body: str) -> ToolCall | None:

@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine.text.answers import AnswerPart, AnswerReader, ContentText, ParsedAnswer, ReasoningText, parse_answer
@@ -67,11 +67,18 @@ JSON = st.recursive(
 )
 
 
+def test_a_string_that_is_never_closed_hides_no_end():
+    for text in ('<tool_call>{"name": "x</tool_call>Well.', '<tool_call>\n{"name": "x\n</tool_call>Well.'):
+        answer = parse_answer(text)
+        assert (len(answer.malformed), answer.tool_calls, answer.content) == (1, (), "Well.")
+
+
 @settings(deadline=None, max_examples=60)
 @given(
-    st.text(min_size=1).filter(lambda s: "</tool_call>" not in json.dumps(s, ensure_ascii=False)),
+    st.text(min_size=1),
     st.dictionaries(st.text(), JSON, max_size=3),
 )
+@example("</tool_call>", {'"</tool_call>': ["\\", "</tool_call>\n"]})
 def test_any_call_comes_back(name: str, arguments: dict[str, object]) -> None:
     text = json.dumps({"name": name, "arguments": arguments})
     assert parse_answer(f"<tool_call>\n{text}\n</tool_call>").tool_calls == (ToolCall(name, arguments),)
