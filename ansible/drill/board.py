@@ -30,7 +30,6 @@ HOUR_S = 3600
 RECENT_S = 600
 PATTERN = "kv*.kv"
 NFS_PORT = 2049
-HEAL_S = 10.0
 
 
 def run(*argv: str, text: str | None = None) -> None:
@@ -192,7 +191,8 @@ def undo(struck: dict[str, Any]) -> None:
     if what == "freeze":
         quietly("systemctl", "kill", "-s", "CONT", "--kill-whom=all", struck["unit"])
     elif what in {"cut", "cut-outgoing", "store-hung"}:
-        delete_table(table_of(what))
+        run("nft", "add", "table", "inet", table_of(what))  # so that there is one to delete, and refusing is an error
+        run("nft", "delete", "table", "inet", table_of(what))
     elif what == "slow-link":
         quietly("tc", "qdisc", "del", "dev", struck["device"], "root")
     elif what in {"clock-forward", "clock-back"}:
@@ -202,25 +202,6 @@ def undo(struck: dict[str, Any]) -> None:
             with contextlib.suppress(FileNotFoundError):  # it was refused, and moved away
                 if Path(flip["path"]).stat().st_ino == flip["inode"]:
                     put(flip, flip["right"])
-
-
-def tables() -> list[str]:
-    """All words of the list of tables, their names among them."""
-    for _ in range(20):
-        done = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return done.stdout.split()
-        time.sleep(0.1)
-    sys.exit(f"nft cannot list tables: {done.stderr.strip()}")
-
-
-def delete_table(table: str) -> None:
-    """Until it is gone: netlink gives up a deletion that meets another change."""
-    until = time.monotonic() + HEAL_S
-    while table in tables():
-        quietly("nft", "delete", "table", "inet", table)
-        if time.monotonic() > until:
-            sys.exit(f"nft cannot delete the table {table}, and the board stays cut off: reboot it")
 
 
 def plan_flips(store: Path) -> list[dict[str, Any]]:
