@@ -71,12 +71,13 @@ class Evictor:
             evicted += gone
             if len(gone) == len(plan.evict):
                 return tuple(evicted)
-        n_free = self._directory.free_bytes()
+        is_disks = shortage_bytes > 0 and not by_quota
+        needed_bytes = self._directory.free_bytes() + shortage_bytes if is_disks else 0
         raise StoreFull(
-            f"no room for {wanted_for}: {self._why_no_room(n_free, shortage_bytes, by_quota=by_quota)}",
+            f"no room for {wanted_for}: {self._why_no_room(shortage_bytes, needed_bytes)}",
             op="make room",
             path=wanted_for,
-            needed_bytes=n_free + shortage_bytes if shortage_bytes > 0 and not by_quota else 0,
+            needed_bytes=needed_bytes,
         )
 
     def _plan(self, survey: Survey, shortage_bytes: int, pinned: set[str], now_ns: int) -> RoomPlan | None:
@@ -109,18 +110,18 @@ class Evictor:
             n_temps += there.n_temps
         return Survey(tuple(snapshots), tuple(trash), temp_bytes, n_temps, tuple(quarantined))
 
-    def _why_no_room(self, n_free: int, shortage_bytes: int, *, by_quota: bool) -> str:
+    def _why_no_room(self, shortage_bytes: int, needed_bytes: int) -> str:
         """Whose limit it is: the disk's, a quota's, or the store's own."""
         if shortage_bytes <= 0:
             return (
                 f"everything else in the store's {self.budget.max_bytes} bytes"
                 f" and {self.budget.max_files} files is in use"
             )
-        if by_quota:
+        if not needed_bytes:
             return f"the disk refuses {shortage_bytes} bytes more, by a quota perhaps; raise it, or make room there"
         return (
-            f"its disk has {n_free} bytes free, {n_free + shortage_bytes} are needed, and nothing that the store may"
-            " evict makes up for it; remove other files from that disk"
+            f"its disk has {needed_bytes - shortage_bytes} bytes free, {needed_bytes} are needed, and nothing that the"
+            " store may evict makes up for it; remove other files from that disk"
         )
 
     def free(self, n_bytes: int) -> None:
