@@ -25,10 +25,6 @@ from kvferry.drills.verdict import (
 )
 from kvferry.drills.watch import Sight, Watch, is_well
 
-TENANT: Final = "drill-{started:.0f}"
-"""Of one run: what an earlier run left in memory and in the store would be found again, and nothing restored."""
-CONTROL_TENANT: Final = "drill-{started:.0f}-control"
-
 STEADY_S: Final = 60.0
 """For a cluster that was just started, or that the last drill has left, to be whole."""
 
@@ -96,8 +92,9 @@ def _disturb(scenario: Scenario, target: Target, outcome: Outcome, say: Say) -> 
     with target.connect(scenario.duration_s) as client, target.connect(0) as impatient:
         _wait_until_steady(client, target)
         say(f"steady state: {len(target.node_ids)} nodes live; now the undisturbed answers")
-        tenant, control_tenant = (name.format(started=outcome.started) for name in (TENANT, CONTROL_TENANT))
-        outcome.control = [hold_undisturbed(client, plan, control_tenant, i) for i, plan in enumerate(plans)]
+        # of this run: what an earlier one left in memory and in the store would be found again, and nothing restored
+        tenant = f"drill-{outcome.started:.0f}"
+        outcome.control = [hold_undisturbed(client, plan, f"{tenant}-control", i) for i, plan in enumerate(plans)]
         with Watch(impatient) as watch:
             outcome.began_at = time.monotonic()
             until = outcome.began_at + scenario.duration_s
