@@ -23,7 +23,7 @@ from kvferry.drills.demo import DemoOptions, run_demo
 from kvferry.drills.drill_commands import explain, list_scenarios, run
 from kvferry.drills.drill_report import default_reports
 from kvferry.drills.errors import ProcessFailed, VerdictFailed
-from kvferry.drills.model import DEFAULT_MODEL, ensure_kernels, ensure_model
+from kvferry.drills.model import DEFAULT_MODEL, get_ready
 from kvferry.drills.report import as_json as result_facts
 from kvferry.drills.report import print_report
 from kvferry.drills.supervisor import Supervisor
@@ -75,8 +75,7 @@ def up(
 
     What dies is started again. Ctrl-C stops it all, a second one at once.
     """
-    ensure_model(model)
-    ensure_kernels()
+    get_ready(model)
     options = ClusterOptions(
         model=model,
         directory=directory or platformdirs.user_data_path("kvferry") / "up",

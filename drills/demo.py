@@ -21,7 +21,7 @@ from kvferry.drills.cluster import ClusterOptions, LocalCluster
 from kvferry.drills.conversation import TurnLog, TurnRequest, hold_turn
 from kvferry.drills.errors import DrillImpossible
 from kvferry.drills.judge import Verdict, judge
-from kvferry.drills.model import DEFAULT_MODEL, ensure_kernels, ensure_model
+from kvferry.drills.model import DEFAULT_MODEL, get_ready
 
 SESSION_ID: Final = "demo"
 
@@ -86,8 +86,7 @@ def run_demo(options: DemoOptions, say: Say) -> DemoResult:
     seconds: dict[str, float] = {}
     turns = conversation(options.seed)
     with _timed(seconds, "model"):
-        ensure_model(options.model)
-        ensure_kernels()
+        get_ready(options.model)
     say(f"seed {options.seed}")
     with _timed(seconds, "control"):
         say("control: one node, undisturbed")

@@ -20,7 +20,7 @@ from kvferry.drills.cluster import default_threads_per_node
 from kvferry.drills.drill_report import as_text, check_reports_folder, default_reports, headline, write_report
 from kvferry.drills.errors import DrillError, DrillImpossible
 from kvferry.drills.journal import Journal, clean_up_after_others
-from kvferry.drills.model import DEFAULT_MODEL, ensure_kernels, ensure_model
+from kvferry.drills.model import DEFAULT_MODEL, get_ready
 from kvferry.drills.runner import Outcome, run_scenario
 from kvferry.drills.scenarios import SCENARIOS, Injection, Scenario
 from kvferry.drills.targets.base import Target
@@ -157,12 +157,10 @@ def _maker(where: str, model: str, n_nodes: int, n_threads: int, *, allow_power_
 
         options = OwnClusterOptions(model=model, n_nodes=n_nodes, threads_per_node=n_threads)
         if where == "local":
-            ensure_model(model)
-            ensure_kernels()
+            get_ready(model)
             return lambda journal: LocalTarget(journal, options)
         if boards.why_not() is None and boards.INSIDE not in os.environ:
-            ensure_model(model)  # there is no network where we go
-            ensure_kernels()
+            get_ready(model)  # there is no network where we go
             boards.enter()
         return lambda journal: NetnsTarget(journal, options)
     kind, _, file = where.partition("=")

@@ -17,6 +17,15 @@ FETCH_S: Final = 600.0
 """98 MB over a slow line."""
 
 
+def get_ready(model: str) -> None:
+    """The model, and the kernels: on a machine that never ran a node they are compiled here, with a progress bar; the
+    first node would do it unseen. Raises as `ensure_model`."""
+    ensure_model(model)
+    subprocess.run(
+        [sys.executable, "-m", "kvferry.engine.kernels.compile_cache"], stdout=subprocess.DEVNULL, check=False
+    )
+
+
 def ensure_model(model: str) -> None:
     """Fetches a named model that is not in the cache yet; a path is only looked at.
 
@@ -42,13 +51,6 @@ def ensure_model(model: str) -> None:
     )
     if fetched.returncode != 0:
         raise ModelUnavailable(f"The model {model} could not be fetched; see above.")
-
-
-def ensure_kernels() -> None:
-    """Compiles them on a machine that never did, with a progress bar: a node would do the same, unseen."""
-    subprocess.run(
-        [sys.executable, "-m", "kvferry.engine.kernels.compile_cache"], stdout=subprocess.DEVNULL, check=False
-    )
 
 
 def is_path(model: str) -> bool:
