@@ -38,12 +38,10 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A set has another order in every process, and two workers that disagree on a test's name run none at all."""
     for item in items:
-        parameters = (
-            item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-        )
-        if any(
-            isinstance(value, set | frozenset) and len(value) > 1 and str(value) in item.name for value in parameters
-        ):
+        callspec = getattr(item, "callspec", None)
+        values = () if callspec is None else callspec.params.values()
+        sets = [str(value) for value in values if isinstance(value, set | frozenset) and len(value) > 1]
+        if any(written in item.name for written in sets):
             raise pytest.UsageError(f"{item.nodeid}: its name holds a set, which has no order: give the case an id")
 
 

@@ -24,6 +24,7 @@ SABOTAGED = (sys.executable, str(Path(__file__).parent / "sabotaged_node.py"))
 BIG_LITTLE = (sys.executable, str(Path(__file__).parent / "big_little_node.py"))
 START_SECONDS = 120.0  # the first start on a machine compiles the kernels
 TURN_SECONDS = 120.0
+ROW_BYTES = 46_080  # of the demo's model, float32
 
 _epochs = itertools.count(1)
 

@@ -15,7 +15,7 @@ from machine_noise import machine_noise
 
 from kvferry.proto.v1 import worker_pb2
 
-from .running_node import Answer, RunningNode, error_of, running_node
+from .running_node import ROW_BYTES, Answer, RunningNode, error_of, running_node
 
 pytestmark = pytest.mark.alone  # its times are promises
 
@@ -25,7 +25,6 @@ Own = Callable[[list[int]], list[int]]
 REJECTION_SECONDS = 0.1
 LAG_P99_SECONDS, LAG_MAX_SECONDS = 0.02, 0.1
 MIB = 1 << 20
-ROW_BYTES = 46_080  # of the demo's model, float32
 
 
 def token_gaps(node: RunningNode, tokens: list[int], newcomer: Callable[[], list[int]], seconds: float) -> list[float]:

@@ -15,11 +15,10 @@ from kvferry.node.io_lane import PROBE_SECONDS
 from kvferry.proto.v1 import worker_pb2
 from kvferry.store.vlkv3 import FIXED_BYTES
 
-from .running_node import RunningNode, running_node
+from .running_node import ROW_BYTES, RunningNode, running_node
 
 Prompts = dict[str, list[int]]
 Own = Callable[[list[int]], list[int]]
-ROW_BYTES = 46_080  # of the demo's model, float32
 
 
 def file_bytes(folder: Path) -> int:
