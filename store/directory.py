@@ -95,25 +95,22 @@ class StoreDirectory:
     def survey(self, now_ns: int) -> Survey:
         """Everything in the directory that counts against a budget. Entries that vanish meanwhile do not count.
 
-        Listed twice: a file that gets its final name during one listing may be in it under neither.
+        A file being published never escapes: listed twice, because one that gets its final name during one listing may
+        be in it under neither; and a temp file that is gone when it is looked at is asked for by its final name.
         """
-        snapshots: list[Entry] = []
+        snapshots: dict[str, Entry] = {}
         temp_bytes = n_temps = 0
         for name in sorted({*self._names(self.path), *self._names(self.path)}):
             temp = names.parse_temp(name)
-            if temp is None and not names.is_snapshot(name):
+            if temp is not None and (entry := self._entry(self.path / name, by_change=False)) is not None:
+                in_flight = now_ns - entry.at_ns < IN_FLIGHT_S * NS_PER_S
+                temp_bytes += max(entry.n_bytes, temp.reserved_bytes) if in_flight else entry.n_bytes
+                n_temps += in_flight and temp.reserved_bytes > 0
                 continue
-            entry = self._entry(self.path / name, by_change=False)
-            if entry is None:
-                continue
-            if temp is None:
-                snapshots.append(entry)
-            elif now_ns - entry.at_ns < IN_FLIGHT_S * NS_PER_S:
-                temp_bytes += max(entry.n_bytes, temp.reserved_bytes)
-                n_temps += temp.reserved_bytes > 0
-            else:
-                temp_bytes += entry.n_bytes
-        return Survey(tuple(snapshots), tuple(self._trashed()), temp_bytes, n_temps, tuple(self.quarantined()))
+            final = name if temp is None else temp.target
+            if names.is_snapshot(final) and (entry := self._entry(self.path / final, by_change=False)) is not None:
+                snapshots[final] = entry
+        return Survey(tuple(snapshots.values()), tuple(self._trashed()), temp_bytes, n_temps, tuple(self.quarantined()))
 
     def neighbours(self) -> dict[str, StoreDirectory]:
         """The other models' folders in the same store, by name."""

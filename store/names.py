@@ -42,8 +42,9 @@ _UNIQUE: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TempName:
-    """A temporary file's name, taken apart."""
+    """A temporary file's name, taken apart; ``target``: the name it gets, "clock" for the file that tells the time."""
 
+    target: str
     node_id: str
     reserved_bytes: int
 
@@ -129,9 +130,9 @@ def clock_name(node_id: str, unique: str) -> str:
 
 
 def parse_temp(name: str) -> TempName | None:
-    """A temporary file's node and reservation; None for any other name."""
+    """What a temporary file's name says; None for any other name."""
     found = _TEMP.fullmatch(name)
-    return TempName(found["node"], int(found["size"])) if found else None
+    return TempName(found["target"], found["node"], int(found["size"])) if found else None
 
 
 def trash_name(name: str, unique: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.store import names
 from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import StoreFull
 from kvferry.store.fs import PosixFileSystem
@@ -136,28 +137,53 @@ def test_three_processes_that_save_into_one_store_keep_its_budget_at_every_momen
     assert sum(one["n_evicted"] for one in told) >= 30
 
 
-class ListingMeanwhile(PosixFileSystem):
-    """A listing that takes so long that a file gets its final name meanwhile: it is there under neither."""
+class PublishingMeanwhile(PosixFileSystem):
+    """Another writer's file gets its final name before one call of ours, and loses its temporary one before another."""
 
-    def __init__(self) -> None:
-        self.hidden = ""
+    def __init__(self, temp: Path, final: Path, link_before: int, unlink_before: int) -> None:
+        self._temp, self._final = temp, final
+        self._link_before, self._unlink_before = link_before, unlink_before
+        self.n_calls = 0
+
+    def _step(self) -> None:
+        if self.n_calls == self._link_before:
+            os.link(self._temp, self._final)
+        if self.n_calls == self._unlink_before:
+            self._temp.unlink()
+        self.n_calls += 1
 
     def names(self, directory: str) -> list[str]:
-        found = super().names(directory)
-        if self.hidden in found:
-            found.remove(self.hidden)
-            self.hidden = ""
-        return found
+        """A listing passes by the final name first, so that it sees the file under neither when both change then."""
+        self._step()
+        before = set(super().names(directory))
+        self._step()
+        return [name for name in super().names(directory) if name in before]
+
+    def lstat(self, path: str) -> os.stat_result:
+        self._step()
+        return super().lstat(path)
 
 
-def test_a_file_that_gets_its_name_while_the_store_is_listed_counts(tmp_path: Path) -> None:
-    fs = ListingMeanwhile()
-    store = open_tenant(tmp_path, "")
-    name = save(store, 0)
-    fs.hidden = name
-    survey = StoreDirectory(fs, tmp_path, "feed", "node-2", lambda: "0" * 32).survey(time.time_ns())
-    assert not fs.hidden
-    assert [entry.name for entry in survey.snapshots] == [name]
+def test_a_file_that_is_published_while_the_store_is_surveyed_counts_whenever_that_happens(tmp_path: Path) -> None:
+    def survey(link_before: int, unlink_before: int) -> tuple[int, PublishingMeanwhile]:
+        root = tmp_path / f"{link_before}-{unlink_before}"
+        final = (store := open_tenant(root, "")).path / save(store, 0)
+        temp = final.with_name(names.temp_name(final.name, "node-1", "0" * 32, final.stat().st_size))
+        final.rename(temp)
+        fs = PublishingMeanwhile(temp, final, link_before, unlink_before)
+        directory = StoreDirectory(fs, root, "feed", "node-2", lambda: "0" * 32)
+        n_bytes = directory.survey(time.time_ns()).n_bytes
+        return n_bytes, fs
+
+    size, untouched = survey(-1, -1)
+    assert size > 0
+    escaped = [
+        (link, unlink)
+        for link in range(untouched.n_calls + 1)
+        for unlink in range(link, untouched.n_calls + 2)
+        if survey(link, unlink)[0] < size
+    ]
+    assert not escaped
 
 
 def test_damaged_files_that_wait_for_a_person_give_way_before_a_save_does(tmp_path: Path) -> None:
