@@ -49,9 +49,9 @@ class Connection:
             self._stub = self._coordinators.stub()
         return self._stub
 
-    def failed(self) -> None:
-        """What was asked last failed: the next coordinator is asked from now on."""
-        self._coordinators.ask_another()
+    def failed(self, address: str) -> None:
+        """The coordinator that was asked there failed: another one is asked from now on."""
+        self._coordinators.ask_another(address)
 
     async def aclose(self) -> None:
         """Closes the channels and every call on them."""
@@ -78,14 +78,15 @@ class Connection:
         check_size(request)
         outage = Outage(self.patience)
         while True:
+            asked = self.address
             try:
                 return await method(request, timeout=DEADLINE_S)
             except grpc.aio.AioRpcError as rpc_error:
-                error = map_rpc_error(rpc_error, self.address)
+                error = map_rpc_error(rpc_error, asked)
             if outage.n_failures > 0 and done_already is not None and isinstance(error, done_already):
                 return None
             delay_s = outage.delay_after(error)
-            self.failed()
+            self.failed(asked)
             if outage.n_failures == 1 and self._on_outage is not None:
                 self._on_outage(error, self.patience.total_s)
             await asyncio.sleep(delay_s)

@@ -30,9 +30,10 @@ class Coordinators:
         """Of the one that is asked."""
         return self._addresses[0]
 
-    def ask_another(self) -> None:
-        """The one that was asked failed: the next call goes to the next one."""
-        self._addresses.append(self._addresses.pop(0))
+    def ask_another(self, failed: str) -> None:
+        """The next call goes to another one. No effect when that is so already: many calls may have failed at once."""
+        if self.address == failed:
+            self._addresses.append(self._addresses.pop(0))
 
     def stub(self) -> chat_pb2_grpc.ChatServiceAsyncStub:
         """Each of its calls goes to the coordinator that is asked at that time."""

@@ -84,7 +84,7 @@ async def outliving(
     """
     outage = Outage(connection.patience)
     while not is_finished():
-        had_news = False
+        had_news, asked = False, connection.address
         try:
             async with aclosing(one_connection()) as events:
                 async for event in events:
@@ -96,7 +96,7 @@ async def outliving(
                 raise
             failure = error
         yield lost(failure)
-        connection.failed()
+        connection.failed(asked)
         if had_news:
             outage = Outage(connection.patience)
         else:

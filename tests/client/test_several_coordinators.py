@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from kvferry.client.errors import InvalidAddress, Unavailable
@@ -67,3 +69,46 @@ async def test_when_all_are_away_the_error_comes_after_patience(coordinator, ano
 def test_each_address_is_checked(addresses: str) -> None:
     with pytest.raises(InvalidAddress):
         AsyncClient(addresses)
+
+
+class DyingCoordinator(ScriptedCoordinator):
+    """Lets two calls come, then breaks both, as often as two come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._both = asyncio.Barrier(2)
+
+    async def _short_call(self, request, context) -> None:
+        self.calls.append(request)
+        await self._break(context)
+
+    async def _play(self, request, context) -> AsyncIterator[chat_pb2.TurnEvent]:
+        await self._break(context)
+        yield chat_pb2.TurnEvent()
+
+    async def _break(self, context) -> None:
+        await self._both.wait()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+
+@pytest.fixture
+async def dying() -> AsyncIterator[DyingCoordinator]:
+    scripted = DyingCoordinator()
+    await scripted.start()
+    yield scripted
+    await scripted.stop()
+
+
+async def test_of_several_short_calls_that_one_breaks_at_once_each_goes_to_the_next(dying, another) -> None:
+    async with client_of(dying, another) as client:
+        await asyncio.gather(client.create_session("a"), client.create_session("b"))
+    assert sorted(another.sessions) == ["a", "b"]
+    assert len(dying.calls) == 2
+
+
+async def test_of_several_streams_that_one_breaks_at_once_each_goes_to_the_next(dying, another) -> None:
+    another.scripts = [[started(), token(0), finished(1)] for _ in range(2)]
+    async with client_of(dying, another) as client:
+        answers = await asyncio.gather(*(client.session(name).generate("hello").collect() for name in "ab"))
+    assert [answer.token_ids for answer in answers] == [(100,), (100,)]
+    assert len(dying.calls) == 2
