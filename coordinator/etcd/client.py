@@ -85,11 +85,12 @@ class EtcdClient:
         response = await self._read(lambda channel: rpc_pb2_grpc.KVStub(channel).Txn(request, timeout=CALL_SECONDS))
         return [list(r.response_range.kvs) for r in response.responses], response.header.revision
 
-    async def commit(self, compares: Iterable[rpc_pb2.Compare], changes: Iterable[rpc_pb2.RequestOp]) -> bool:
-        """All changes or none; False when a comparison failed. After RegistryUnavailable it is one of the two."""
+    async def commit(self, compares: Iterable[rpc_pb2.Compare], changes: Iterable[rpc_pb2.RequestOp]) -> int:
+        """All changes or none: their revision, or 0 when a comparison failed. After RegistryUnavailable it is one of
+        the two."""
         request = rpc_pb2.TxnRequest(compare=compares, success=changes)
         response = await self._once(lambda channel: rpc_pb2_grpc.KVStub(channel).Txn(request, timeout=CALL_SECONDS))
-        return response.succeeded
+        return response.header.revision if response.succeeded else 0
 
     async def grant(self, seconds: int) -> int:
         """A lease of at least so long; returns its id."""

@@ -60,7 +60,7 @@ class CoordinatorLease:
         if found:
             return found[0].value.decode() == self._instance_id
         duty = put(self._keys.duty, self._instance_id.encode(), self._lease_id)
-        return await self._etcd.commit([absent(self._keys.duty)], [duty])
+        return bool(await self._etcd.commit([absent(self._keys.duty)], [duty]))
 
     async def end(self) -> None:
         """Never raises: what is not revoked ends by itself."""

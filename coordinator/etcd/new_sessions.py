@@ -35,7 +35,7 @@ class NewSessions:
     ) -> SessionRecord:
         """Returns it as it begins. Raises SessionExists, RegistryUnavailable."""
         stored = StoredSession(record=session, place=uuid4().hex, n_begun=len(turns))
-        used: list[str] = []
+        used: dict[str, int] = {}
         if turns:
             await self._check_absent(session.session_id)  # before anything is written for it
             used = await self._pixels.keep(session.session_id, pictures_of(turns), pixels)

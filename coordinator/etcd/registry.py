@@ -201,7 +201,7 @@ class EtcdRegistry:
         return await self._new_sessions.make(session, turns, pixels)
 
     async def delete_session(self, session_id: str) -> None:
-        async def plan(seen: Seen) -> Change[list[str]]:
+        async def plan(seen: Seen) -> Change[dict[str, int]]:
             if open_turn_id := seen.record.open_turn_id:
                 raise SessionBusy(f"session {session_id} has an open turn, {open_turn_id}: cancel it first")
             conditions, raises_floor = await self._epoch_floor.raised_to(seen.record.epoch)
@@ -211,7 +211,8 @@ class EtcdRegistry:
                 *delete_place(self._keys, seen.place),
                 *raises_floor,
             ]
-            return Change(pictures_of(await self._all_turns(seen)), changes, conditions)
+            used = await self._pixels.uses(session_id, pictures_of(await self._all_turns(seen)))
+            return Change(used, changes, conditions)
 
         used = await self._change(session_id, plan)
         await self._pixels.drop_uses(session_id, used)
@@ -249,14 +250,14 @@ class EtcdRegistry:
         return sorted(found, key=lambda t: (t.created_at_ms, t.session_id))
 
     async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS, fingerprint: str = "") -> int:
-        used = [] if not turn.pictures else await self._keep_pixels(turn, pixels)
+        used = await self._keep_pixels(turn, pixels) if turn.pictures else {}
         try:
             return await self._begin_turn(turn, fingerprint)
         except (TurnExists, SessionBusy, UnknownSession):
             await self._pixels.drop_uses(turn.session_id, used)
             raise
 
-    async def _keep_pixels(self, turn: TurnRecord, pixels: Mapping[str, bytes]) -> list[str]:
+    async def _keep_pixels(self, turn: TurnRecord, pixels: Mapping[str, bytes]) -> dict[str, int]:
         await self._sessions.see(turn.session_id)  # before anything is written for it
         return await self._pixels.keep(turn.session_id, pictures_of([turn]), pixels)
 

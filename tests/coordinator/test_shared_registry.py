@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from kvferry.coordinator.errors import (
     CannotStart,
     RegistryUnavailable,
     SessionBusy,
+    SessionExists,
     StaleEpoch,
     StateIncompatible,
     TurnElsewhere,
@@ -257,3 +259,66 @@ def test_an_address_names_the_members_and_the_prefix(url: str, endpoints: tuple[
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         RegistryAddress.parse(url)
+
+
+@pytest.mark.parametrize("second_turn", ["t1", "t2"])
+async def test_a_turn_that_may_not_begin_takes_no_pixels_away_from_one_that_began_meanwhile(
+    open_etcd: OpenEtcd, monkeypatch: pytest.MonkeyPatch, second_turn: str
+) -> None:
+    """The same request at two coordinators, which a client that lost its connection makes, or two requests."""
+    first, second = await open_etcd(), await open_etcd()
+    await first.create_session(session())
+    keep = second._pixels.keep
+
+    async def keep_and_be_overtaken(*what: Any) -> Any:
+        added = await keep(*what)
+        await first.begin_turn(shown(turn("t1"), "x"), {"x": b"X"})
+        return added
+
+    monkeypatch.setattr(second._pixels, "keep", keep_and_be_overtaken)
+    with pytest.raises((TurnExists, SessionBusy)):
+        await second.begin_turn(shown(turn(second_turn), "x"), {"x": b"X"})
+    assert await first.pixels("x") == {"x": b"X"}
+    await finish(first)
+    await first.delete_session("s")
+    assert await first.pixels("x") == {}
+
+
+async def test_a_fork_onto_a_name_in_use_takes_no_pixels_away_from_who_has_the_name(
+    open_etcd: OpenEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await open_etcd(), await open_etcd()
+    await first.create_session(session("parent"))
+    await first.begin_turn(shown(turn(session_id="parent"), "x"), {"x": b"X"})
+    await finish(first, session_id="parent")
+    keep = second._pixels.keep
+
+    async def keep_and_be_overtaken(*what: Any) -> Any:
+        added = await keep(*what)
+        await first.fork_session("parent", session("fork"), None)
+        return added
+
+    monkeypatch.setattr(second._pixels, "keep", keep_and_be_overtaken)
+    with pytest.raises(SessionExists):
+        await second.fork_session("parent", session("fork"), None)
+    await first.delete_session("parent")
+    assert await first.pixels("x") == {"x": b"X"}
+
+
+async def test_a_deleted_session_takes_no_pixels_away_from_one_that_gets_its_name(
+    open_etcd: OpenEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await open_etcd(), await open_etcd()
+    await first.create_session(session())
+    await first.begin_turn(shown(turn(), "x"), {"x": b"X"})
+    await finish(first)
+    drop_uses = first._pixels.drop_uses
+
+    async def be_overtaken_and_drop(*what: Any) -> None:
+        await second.create_session(session())
+        await second.begin_turn(shown(turn(), "x"), {"x": b"X"})
+        await drop_uses(*what)
+
+    monkeypatch.setattr(first._pixels, "drop_uses", be_overtaken_and_drop)
+    await first.delete_session("s")
+    assert await second.pixels("x") == {"x": b"X"}
