@@ -126,17 +126,18 @@ class GrpcTransport:
 
     async def _connect(self, address: str) -> None:
         """Tell a node that cannot be reached from one that breaks down over the turn."""
-        channel = self._channels.to(address)
         why = f"no connection to {address} within {CONNECT_SECONDS:g} s"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CONNECT_SECONDS):
-                while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+                while True:
+                    channel = self._channels.to(address)
+                    state = channel.get_state(try_to_connect=True)
+                    if state is grpc.ChannelConnectivity.READY:
+                        return
                     if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                         why = f"{address} refuses connections{self._look_at}"
                         break
                     await channel.wait_for_state_change(state)
-                else:
-                    return
         raise PlacementLost(Loss(cause="broken_stream", detail=why, blame=Blame.NODE), connection_broke=True)
 
     def _stub(self, address: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:

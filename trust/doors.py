@@ -132,7 +132,8 @@ class Channels:
         return self._folder is not None and self._folder.version != self._version
 
     def to(self, address: str) -> grpc.aio.Channel:
-        """HOST:PORT."""
+        """HOST:PORT. To be asked again after each wait: one that was opened before the certificates changed takes no
+        new calls, and is not to be waited for."""
         if self.is_stale:
             self._retire()
         if address not in self._channels:
