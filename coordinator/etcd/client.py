@@ -124,43 +124,46 @@ class EtcdClient:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _once(self, call: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
-        channel = await self._connected()
+        endpoint, channel = await self._connected()
         try:
             return await call(channel)
         except grpc.aio.AioRpcError as e:
-            failed = self._endpoints[0]
-            self._ask_another()
+            self._ask_another(endpoint)
             raise RegistryUnavailable(
-                f"etcd does not answer as it should: {failed} says {e.code().name} ({e.details()}); "
+                f"etcd does not answer as it should: {endpoint} says {e.code().name} ({e.details()}); "
                 "see whether most of its members run and reach each other"
             ) from e
 
-    async def _connected(self) -> grpc.aio.Channel:
-        """A channel to the first member that lets itself be reached."""
-        for _ in self._endpoints:
+    async def _connected(self) -> tuple[str, grpc.aio.Channel]:
+        """The first member that lets itself be reached, and a channel to it."""
+        for endpoint in tuple(self._endpoints):
             if self._is_closed:
                 raise RegistryUnavailable("the registry is closed")
-            channel = self._channels.to(self._endpoints[0])
-            if await _connects(channel):
-                return channel
-            self._ask_another()
+            if (channel := await self._channel_to(endpoint)) is not None:
+                return endpoint, channel
+            self._ask_another(endpoint)
         raise RegistryUnavailable(
             f"no member of etcd can be reached ({', '.join(sorted(self._endpoints))}); see whether they run"
         )
 
-    def _ask_another(self) -> None:
-        self._endpoints.append(self._endpoints.pop(0))
+    async def _channel_to(self, endpoint: str) -> grpc.aio.Channel | None:
+        """None when it does not let itself be reached."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONNECT_SECONDS):
+                while True:
+                    channel = self._channels.to(endpoint)
+                    state = channel.get_state(try_to_connect=True)
+                    if state is grpc.ChannelConnectivity.READY:
+                        return channel
+                    if state in {grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN}:
+                        return None
+                    await channel.wait_for_state_change(state)
+        return None
 
-
-async def _connects(channel: grpc.aio.Channel) -> bool:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CONNECT_SECONDS):
-            while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
-                if state in {grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN}:
-                    return False
-                await channel.wait_for_state_change(state)
-            return True
-    return False
+    def _ask_another(self, failed: str) -> None:
+        """First from now on, unless that is so already: of calls that meet one failure together the first decides."""
+        if self._endpoints[0] == failed:
+            self._endpoints.append(self._endpoints.pop(0))
 
 
 async def _keep_alive(channel: grpc.aio.Channel, lease_id: int) -> int:
