@@ -138,9 +138,8 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     ) -> AsyncIterator[chat_pb2.GenerateResponse]:
         asked = before(await checked(request), context.time_remaining())
         await self.ownership.check(asked.session_id)
-        with self.ownership.beginning((asked.session_id, asked.turn_id), asked.n_samples):
-            key = await self.turns.begin(asked)
-            self.ownership.began(sample_keys(key, asked.n_samples))
+        # Not the caller's to cancel: a turn that runs counts as his, whether he waits for it or not.
+        key = await asyncio.shield(asyncio.create_task(self._begin(asked), name="begin turn"))
         if asked.n_samples == 1:
             async with contextlib.aclosing(self._events(key, from_index=0)) as events:
                 async for event in events:
@@ -150,6 +149,13 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         async with contextlib.aclosing(merged(streams)) as samples:
             async for number, event in samples:
                 yield chat_pb2.GenerateResponse(event=event, sample=number)
+
+    async def _begin(self, asked: requests.TurnRequest) -> Key:
+        """The turn's key, or that of the first of its samples, which count as the caller's."""
+        with self.ownership.beginning((asked.session_id, asked.turn_id), asked.n_samples):
+            key = await self.turns.begin(asked)
+            self.ownership.began(sample_keys(key, asked.n_samples))
+        return key
 
     @streaming
     async def Resume(self, request: chat_pb2.ResumeRequest, context: Context) -> AsyncIterator[chat_pb2.ResumeResponse]:

@@ -15,6 +15,7 @@ from scripted_worker import Script
 
 from kvferry.client import AsyncClient, NotFound, Token
 from kvferry.client.errors import PermissionDenied, RateLimited, TooManyTurns, Unauthenticated
+from kvferry.coordinator.sqlite_registry import SqliteRegistry
 from kvferry.trust.tokens import change_tokens, new_token, revoked
 
 Start = Callable[..., Any]
@@ -139,3 +140,30 @@ async def test_whoever_has_no_token_to_show_speaks_as_before_where_none_is_asked
     client = (await new_cluster()).client()
     session = await client.new_session(tenant="anything")
     assert (await client.get(session)).session.tenant == "anything"
+
+
+async def test_a_turn_whose_caller_is_gone_before_it_has_begun_counts_as_his_all_the_same(
+    new_cluster: Start, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = keys.add("acme", concurrent_turns=1)
+    cluster = await new_cluster(tokens=keys.path)
+    worker = await cluster.worker("a", Script(token_seconds=0.1))
+    begin, writing, go_on = SqliteRegistry.begin_turn, asyncio.Event(), asyncio.Event()
+
+    async def slow_disk(self: SqliteRegistry, *what: Any) -> int:
+        writing.set()
+        await go_on.wait()
+        return await begin(self, *what)
+
+    async with speaking(cluster, token) as client:
+        one, other = await client.create_session(), await client.create_session()
+        monkeypatch.setattr(SqliteRegistry, "begin_turn", slow_disk)
+        asking = asyncio.create_task(one.generate("a story", max_tokens=20).collect())
+        await writing.wait()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.sleep(0.1)  # the coordinator hears that he is gone
+        go_on.set()
+        await eventually(lambda: worker.requests)
+        with pytest.raises(TooManyTurns):
+            await other.generate("too much", max_tokens=1).collect()
