@@ -10,7 +10,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from typing import Final
 from uuid import uuid4
 
 from kvferry.coordinator.conversation import History, ModelAnswerText
@@ -29,19 +28,16 @@ from kvferry.coordinator.models import Models, ServedModel
 from kvferry.coordinator.new_turns import new_record
 from kvferry.coordinator.reading import check_index, is_whole, moved, stopping
 from kvferry.coordinator.registry import SessionRecord, TurnRecord
+from kvferry.coordinator.replaying import Replays
 from kvferry.coordinator.requests import TurnRequest
 from kvferry.coordinator.samples import Key, n_kept_before, sample_fork, sample_keys, sample_record
 from kvferry.coordinator.surroundings import Surroundings
 from kvferry.coordinator.tenants import ALONE, Sharing
 from kvferry.coordinator.turn import Phase, Turn, TurnPolicy
-from kvferry.coordinator.turn_events import replay
 from kvferry.coordinator.turn_runner import TurnRunner
 from kvferry.proto.v1 import chat_pb2
 
 logger = logging.getLogger(__name__)
-
-MAX_REPLAYS: Final = 8
-"""Finished turns being made again from the registry at once; each detokenises its whole answer in a thread."""
 
 
 class Turns:
@@ -76,7 +72,7 @@ class Turns:
         self._session_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._last_node: dict[str, str] = {}
         self._n_beginning = 0
-        self._replays = asyncio.Semaphore(MAX_REPLAYS)
+        self._replays = Replays(around.registry, around.in_thread)
         self._stopping = asyncio.Event()
 
     # Turns.
@@ -180,7 +176,7 @@ class Turns:
             _, model = await self._own_session(record.session_id)
             runner = await self._adopt(key)
             if runner is None:
-                for event in await self._replayed(record, model, from_index):
+                for event in await self._replays.events(record, model, from_index):
                     yield event
                 return
         check_index(from_index, runner.turn.record.max_tokens)
@@ -380,19 +376,3 @@ class Turns:
         patience_s = max(arrived_s, since_s) + self._no_node_wait_s - self._around.clock()
         if patience_s <= 0 or not await runner.changed.wait(seen_count, patience_s):
             raise error
-
-    async def _replayed(self, record: TurnRecord, model: ServedModel, from_index: int) -> list[chat_pb2.TurnEvent]:
-        if record.outcome is None:  # it ended since it was looked up, or stop() let go of it
-            record = await self._around.registry.get_turn(record.session_id, record.turn_id)
-        if record.outcome is None:
-            raise stopping()
-        check_index(
-            from_index, len(record.outcome.answer_ids) if is_whole(record.outcome.reason) else record.max_tokens
-        )
-        placements = (await self._around.registry.list_placements(record.session_id)).get(record.turn_id, [])
-        text = ModelAnswerText(model.text, record.stop)
-        async with self._replays:
-            events = await self._around.in_thread(
-                lambda: replay(record, map(chat_pb2.Placement.FromString, placements), text)
-            )
-        return [e for e in events if not e.HasField("token") or e.sequence >= from_index]
