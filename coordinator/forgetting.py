@@ -117,7 +117,8 @@ class Forgetting:
 
 
 class DeletesSessions(Protocol):
-    async def delete_session(self, session_id: str) -> None: ...
+    async def delete_session(self, session_id: str, only_if: Callable[[SessionRecord], bool]) -> bool:
+        """Unless somebody uses it, or it does not hold any more; whether it is gone."""
 
 
 async def expire(registry: Registry, turns: DeletesSessions, now_ms: int, before_ms: int) -> int:
@@ -129,7 +130,5 @@ async def expire(registry: Registry, turns: DeletesSessions, now_ms: int, before
     for session_id in await registry.expired_sessions(now_ms, before_ms, MAX_EXPIRED_AT_ONCE):
         # it may have been used or deleted since it was listed
         with contextlib.suppress(UnknownSession, SessionBusy):
-            if (await registry.get_session(session_id)).is_expired(now_ms, before_ms):
-                await turns.delete_session(session_id)
-                n_deleted += 1
+            n_deleted += await turns.delete_session(session_id, lambda session: session.is_expired(now_ms, before_ms))
     return n_deleted

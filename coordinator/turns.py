@@ -232,19 +232,28 @@ class Turns:
 
     # Sessions.
 
-    async def delete_session(self, session_id: str) -> None:
-        """Cancel what is open, forget the session here and on the nodes. Raises UnknownSession."""
-        session = await self._around.registry.get_session(session_id)
-        if session.open_turn_id:
-            await self.cancel(session_id, session.open_turn_id)
-        history = await self._history(session_id)
-        await self._around.registry.delete_session(session_id)
+    async def delete_session(self, session_id: str, only_if: Callable[[SessionRecord], bool] | None = None) -> bool:
+        """Cancel what is open, forget the session here and on the nodes; whether it is gone.
+
+        With ``only_if`` nothing is cancelled, and the session stays if that does not hold when it is to be deleted.
+        Raises UnknownSession, and SessionBusy for a turn that begins meanwhile.
+        """
+        registry = self._around.registry
+        if only_if is None and (open_turn_id := (await registry.get_session(session_id)).open_turn_id):
+            await self.cancel(session_id, open_turn_id)
+        async with self._session_lock(session_id):  # what was looked at stays so: no turn begins meanwhile
+            session = await registry.get_session(session_id)
+            if only_if is not None and not only_if(session):
+                return False
+            history = await self._history(session_id)
+            await registry.delete_session(session_id)
         self._last_node.pop(session_id, None)
         for member in self._around.fleet.members():
             if session_id in member.node.resident and member.state is not NodeState.DEAD:
                 dropping = self._around.transport.drop_session(member.node.address, session_id)
                 self._around.background.start(dropping, "drop-session")
         self.on_deleted(session, history)
+        return True
 
     async def fork_session(
         self, session_id: str, fork: SessionRecord, n_turns: int | None, n_tokens: int | None

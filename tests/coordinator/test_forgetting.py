@@ -10,17 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_kit import Cluster, all_of, eventually
+from cluster_kit import Cluster, all_of, code_of, eventually, ids_of, read_while_it_lasts
 from scripted_worker import Script
 from test_registry import outcome, session, turn
 from test_snapshots import FINGERPRINT, GEOMETRY, VOCABULARY, Zeros
 
+from kvferry.coordinator import server
 from kvferry.coordinator.conversation import History
 from kvferry.coordinator.forgetting import Forgetting, expire
 from kvferry.coordinator.memory_registry import Ledger, MemoryRegistry
-from kvferry.coordinator.registry import Registry
+from kvferry.coordinator.registry import Registry, SessionRecord
 from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.sqlite_registry import SqliteRegistry
 from kvferry.coordinator.tenants import Sharing
+from kvferry.coordinator.turns import Turns
 from kvferry.proto.v1 import chat_pb2
 from kvferry.store.place import StorePlace
 from kvferry.store.snapshot_store import SnapshotStore
@@ -50,11 +53,14 @@ class Fixture:
         if own:
             store.publish(np.array(prompt, np.int32), Zeros())
 
-    async def delete_session(self, session_id: str) -> None:
+    async def delete_session(self, session_id: str, only_if: Callable[[SessionRecord], bool] = lambda _: True) -> bool:
         record = await self.registry.get_session(session_id)
+        if not only_if(record):
+            return False
         history = History.of(await self.registry.list_turns(session_id))
         await self.registry.delete_session(session_id)
         self.forgetting.deleted(record, history)
+        return True
 
     def files(self) -> int:
         return len(list(self.root.rglob("kv3_*.kv")))
@@ -120,3 +126,38 @@ async def test_deleting_by_rpc_does_it(new_cluster: Callable[..., Any], tmp_path
     store.publish(token_ids[:-1], Zeros())
     await client.stub.DeleteSession(chat_pb2.DeleteSessionRequest(session_id=session_id))
     await eventually(lambda: not list((tmp_path / "store").rglob("kv3_*.kv")))
+
+
+async def test_a_session_that_is_used_again_while_it_expires_is_deleted_before_that_or_not_at_all(
+    new_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Turns] = []
+
+    async def no_housekeeping(registry: Registry, turns: Turns, settings: object) -> None:
+        made.append(turns)
+
+    monkeypatch.setattr(server, "keep_house", no_housekeeping)
+    cluster: Cluster = await new_cluster()
+    await cluster.worker("a", Script(token_seconds=0.1))
+    client = cluster.client()
+    await client.until_nodes(1)
+    session_id = await client.new_session()
+    asking: list[asyncio.Task[Any]] = []
+    real = SqliteRegistry.get_session
+
+    async def used_meanwhile(self: SqliteRegistry, session_id: str) -> SessionRecord:
+        found = await real(self, session_id)
+        if not asking:
+            asking.append(asyncio.create_task(read_while_it_lasts(client.generate(session_id))))
+            await asyncio.wait(asking, timeout=0.4)
+        return found
+
+    monkeypatch.setattr(SqliteRegistry, "get_session", used_meanwhile)
+    far_ms = 2**60
+    n_deleted = await expire(made[0]._around.registry, made[0], now_ms=far_ms, before_ms=far_ms)
+    ((events, error),) = await asyncio.gather(*asking)
+    if error is None:
+        assert (n_deleted, len(ids_of(events))) == (0, 8)
+        assert len((await client.get(session_id)).turns) == 1
+    else:
+        assert (n_deleted, code_of(error)) == (1, "unknown_session")
