@@ -203,15 +203,22 @@ class Turns:
     async def cancel(self, session_id: str, turn_id: str) -> None:
         """End a turn with the tokens it has, durably.
 
-        No effect on a finished one. Raises UnknownSession, UnknownTurn, TurnElsewhere.
+        No effect on a finished one. Raises UnknownSession, UnknownTurn, TurnElsewhere, Stopping.
         """
         key = await self.find(session_id, turn_id)
-        if key not in self._runners:
-            await self._adopt(key)
-        if (runner := self._runners.get(key)) is not None:
+        for _ in range(2):
+            if key not in self._runners:
+                await self._adopt(key)
+            if (runner := self._runners.get(key)) is None:
+                return
             task = self._tasks[key]
             runner.cancel()
             await asyncio.wait([task])
+            if runner.turn.phase is Phase.FINISHED:
+                return
+            if self._stopping.is_set():
+                raise stopping()
+        raise moved()  # while it was cancelled, and whoever took it is gone as well
 
     async def samples(self, session_id: str, turn_id: str) -> list[Key]:
         """As ``find``, and the other samples of the same request after it, all of them begun."""

@@ -24,6 +24,7 @@ from cluster_kit import (
 from etcd_cluster import EtcdCluster
 from scripted_worker import Script, ScriptedWorker, scripted_answer
 
+from kvferry.coordinator.etcd.registry import EtcdRegistry
 from kvferry.coordinator.server import LoadedModel
 from kvferry.engine.text.model import ChatMessage
 
@@ -154,6 +155,33 @@ async def test_a_coordinator_that_was_taken_for_dead_lets_go_of_its_turn(
     assert ids_of(await all_of(b.resume(session))) == first
     turns = (await b.get(session)).turns
     assert [(t.n_answer_tokens, t.state) for t in turns] == [(150, 3)]
+
+
+async def test_a_turn_that_another_one_takes_while_it_is_cancelled_is_not_said_to_be_cancelled(
+    new_cluster: Callable[..., Any], etcd: EtcdCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster: Cluster = await new_cluster(registry=f"{etcd.url}/{tmp_path.name}")
+    await cluster.worker("n", Script(token_seconds=0.02))
+    a = cluster.client()
+    await a.until_nodes(1)
+    session = await a.new_session()
+    stream = a.generate(session, "Hi", turn_id="t", max_tokens=150)
+    await take_tokens(stream, 2)
+    other = await EtcdRegistry(etcd.endpoints, tmp_path.name).open("c")
+    finish = EtcdRegistry.finish_turn
+
+    async def be_overtaken(self: EtcdRegistry, *what: Any) -> None:
+        await other.announce(cluster.address)  # who is said to serve there is taken for dead
+        await other.claim_turn(session, "t")
+        await other.announce("127.0.0.1:1")
+        await finish(self, *what)
+
+    monkeypatch.setattr(EtcdRegistry, "finish_turn", be_overtaken)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await a.cancel(session)
+    assert code_of(error.value) == "turn_elsewhere"
+    assert (await a.get(session)).session.open_turn_id == "t"
+    await other.close()
 
 
 async def until_n_tokens(events: AsyncIterator[Any], n: int) -> AsyncIterator[Any]:
