@@ -136,20 +136,21 @@ class Turns:
         registry = self._around.registry
         for number in range(1, first.n_samples):
             record = sample_record(first, number)
-            try:
-                await registry.get_turn(record.session_id, record.turn_id)
-                continue
-            except UnknownSession:
-                turns = await registry.list_turns(first.session_id)
-                n_before = n_kept_before(turns, first.turn_id)
-                with contextlib.suppress(SessionExists):  # another coordinator makes it in this moment
-                    await registry.fork_session(first.session_id, sample_fork(session, record), n_before)
-            except UnknownTurn:
-                pass
-            pixels = pixels or await registry.pixels({p.content_hash for p in first.pictures})
-            fork = await registry.get_session(record.session_id)
-            with contextlib.suppress(TurnExists):  # as above
-                await self._start_durably(fork, record, await self._history(record.session_id), pixels)
+            async with self._session_lock(record.session_id):  # or who looks for open turns would run it as well
+                try:
+                    await registry.get_turn(record.session_id, record.turn_id)
+                    continue
+                except UnknownSession:
+                    turns = await registry.list_turns(first.session_id)
+                    n_before = n_kept_before(turns, first.turn_id)
+                    with contextlib.suppress(SessionExists):  # another coordinator makes it in this moment
+                        await registry.fork_session(first.session_id, sample_fork(session, record), n_before)
+                except UnknownTurn:
+                    pass
+                pixels = pixels or await registry.pixels({p.content_hash for p in first.pictures})
+                fork = await registry.get_session(record.session_id)
+                with contextlib.suppress(TurnExists):  # as above
+                    await self._start_durably(fork, record, await self._history(record.session_id), pixels)
 
     @contextlib.contextmanager
     def _places_among_open_turns(self, n: int) -> Iterator[None]:

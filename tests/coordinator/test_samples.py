@@ -12,9 +12,12 @@ from cluster_kit import PATIENCE_S, Client, Cluster, all_of, code_of, eventually
 from scripted_worker import Script
 
 from kvferry.client.sdk import AsyncClient, ConnectionLost, FinishReason, Token
+from kvferry.coordinator import server
 from kvferry.coordinator.errors import RegistryUnavailable
+from kvferry.coordinator.registry import TurnRecord
 from kvferry.coordinator.samples import sample_session
 from kvferry.coordinator.sqlite_registry import SqliteRegistry
+from kvferry.coordinator.turns import Turns
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
 N = 4
@@ -236,3 +239,34 @@ async def test_too_many_samples_are_refused(cluster: Cluster) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="n_samples is 33: at most 32") as error:
         await by_sample(ask(cluster.client(), await cluster.client().new_session(), n_samples=33))
     assert code_of(error.value) == "invalid_request"
+
+
+async def test_a_sample_is_run_once_though_open_turns_are_looked_for_while_it_begins(
+    new_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Turns] = []
+
+    async def no_housekeeping(registry: object, turns: Turns, settings: object) -> None:
+        made.append(turns)
+
+    monkeypatch.setattr(server, "keep_house", no_housekeeping)
+    cluster: Cluster = await new_cluster()
+    worker = await cluster.worker("a", Script(token_seconds=0.02))
+    client = cluster.client()
+    await client.until_nodes(1)
+    await client.new_session("s")
+    begin, looking = SqliteRegistry.begin_turn, list[asyncio.Task[int]]()
+
+    async def slow_to_tell(self: SqliteRegistry, turn: TurnRecord, *more: Any) -> int:
+        epoch = await begin(self, turn, *more)
+        if turn.session_id != "s":
+            looking.append(asyncio.create_task(made[0].recover()))
+            await asyncio.wait(looking, timeout=0.3)
+        return epoch
+
+    monkeypatch.setattr(SqliteRegistry, "begin_turn", slow_to_tell)
+    samples = await by_sample(ask(client, "s", n_samples=2))
+    assert [len(ids_of(samples[number])) for number in range(2)] == [8, 8]
+    await asyncio.gather(*looking)
+    asked = [request.session_id for request in worker.requests]
+    assert sorted(asked) == sorted(sample_session("s", "t", number) for number in range(2))
