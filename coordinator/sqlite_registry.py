@@ -203,7 +203,8 @@ class SqliteRegistry:
         return await self._thread.write(begin)
 
     async def pixels(self, content_hashes: Iterable[str]) -> dict[str, bytes]:
-        return await self._thread.read(lambda db: select_pixels(db, content_hashes))
+        names = list(content_hashes)  # the thread may run a call twice, and an iterator gives its items once
+        return await self._thread.read(lambda db: select_pixels(db, names))
 
     async def place_turn(self, session_id: str, turn_id: str, fingerprint: str) -> int:
         def place(db: sqlite3.Connection) -> int:

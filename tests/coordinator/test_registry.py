@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -759,3 +760,22 @@ async def test_pixels_of_a_turn_that_may_not_begin_are_not_kept(registry: Regist
     with pytest.raises(SessionBusy):
         await registry.begin_turn(shown(turn("t2"), "x"), {"x": b"X"})
     assert await registry.pixels("x") == {}
+
+
+async def test_pixels_are_found_though_another_call_of_the_same_transaction_fails(tmp_path: Path) -> None:
+    """The calls are then made once more, each for itself."""
+    registry = await open_sqlite(tmp_path)
+    await registry.create_session(session())
+    await registry.begin_turn(shown(turn(), "x"), {"x": b"X"})
+    go_on = threading.Event()
+    busy = asyncio.ensure_future(registry._thread.read(lambda _: go_on.wait(10)))
+    await asyncio.sleep(0.05)
+    failing = [registry._thread.write(lambda db: db.execute("INSERT INTO nowhere VALUES (1)")) for _ in range(2)]
+    together = asyncio.gather(registry.pixels(name for name in "x"), *failing, return_exceptions=True)
+    await asyncio.sleep(0)
+    go_on.set()
+    await busy
+    found, *failed = await together
+    assert found == {"x": b"X"}
+    assert [type(error) for error in failed] == [RegistryUnavailable] * 2
+    await registry.close()
