@@ -146,8 +146,15 @@ class StoreDirectory:
         except StoreFull:  # the trash folder itself has no room for another entry
             self.delete(name)
 
-    def quarantine(self, name: str) -> Path | None:
-        """Moves a damaged file out of the way, for a person to look at; None when it is gone already."""
+    def quarantine(self, name: str, judged: Identity | None = None) -> Path | None:
+        """Moves a damaged file out of the way, for a person to look at; None when it is gone already.
+
+        ``judged``: the file that is meant. Another one that has its name by now, saved again by whoever found the
+        damage first, stays.
+        """
+        found = self.identity(name)
+        if found is None or (judged is not None and found.is_of_another_file(judged)):
+            return None
         target = self._quarantine / names.trash_name(name, self._unique())
         with os_errors_mapped("move to quarantine", self.file(name)):
             self.fs.make_directories(str(self._quarantine))

@@ -10,7 +10,10 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
+
+if TYPE_CHECKING:
+    from kvferry.store.reader import Identity
 
 Recovery = Literal["retry", "recompute", "skip_save", "refuse", "page_operator"]
 
@@ -76,9 +79,13 @@ class StoreError(Exception):
 
 
 class SnapshotRejected(StoreError):
-    """A snapshot file is not what it should be. ``reason`` is a key of EXIT_CODES."""
+    """A snapshot file is not what it should be. ``reason`` is a key of EXIT_CODES.
+
+    ``judged``: the file that was open; another one may have come to have its name since.
+    """
 
     code = "snapshot_rejected"
+    judged: Identity | None = None
 
     def __init__(self, reason: str, detail: str, *, path: str | Path = "", op: str = "read") -> None:
         where = f"snapshot {path}" if str(path) else "the snapshot"

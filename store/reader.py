@@ -41,6 +41,10 @@ class Identity:
     n_bytes: int
     mtime_ns: int
 
+    def is_of_another_file(self, other: Identity) -> bool:
+        """A file keeps its inode when it is marked as used, and its time where a file system makes inodes up."""
+        return self.inode != other.inode and self.mtime_ns != other.mtime_ns
+
 
 def rows_per_call(geometry: KvGeometry, n_bytes: int) -> int:
     """Rows of whole float32 blocks in ``n_bytes``."""
@@ -242,7 +246,13 @@ def open_regular(
             raise SnapshotRejected("not_regular_file", "it is not a regular file", path=path)
         if trusted_uids is not None and status.st_uid not in trusted_uids:
             raise SnapshotRejected("untrusted_owner", f"it belongs to user {status.st_uid}", path=path)
-        yield fd, Identity(status.st_ino, status.st_size, status.st_mtime_ns)
+        identity = Identity(status.st_ino, status.st_size, status.st_mtime_ns)
+        try:
+            yield fd, identity
+        except SnapshotRejected as error:
+            if error.path == str(path):
+                error.judged = identity
+            raise
     finally:
         with suppress(OSError):  # nothing was written, so nothing can be lost
             fs.close(fd)

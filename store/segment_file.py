@@ -34,21 +34,24 @@ class Terms:
 
 
 class BlockDamagedError(Exception):
-    """A block is not what the table says. ``position``: the first row that is lost with it."""
+    """A block is not what the table says. ``position``: the first row that is lost with it; ``judged``: the file."""
 
-    def __init__(self, name: str, layer: int, position: int) -> None:
+    def __init__(self, name: str, layer: int, position: int, judged: Identity) -> None:
         super().__init__(f"{name}: the block of layer {layer} at position {position} is damaged")
         self.name = name
         self.layer = layer
         self.position = position
+        self.judged = judged
 
     def rejection(self, path: Path) -> SnapshotRejected:
         """The same for whoever asked for rows."""
-        return SnapshotRejected(
+        refusal = SnapshotRejected(
             "block_digest_mismatch",
             f"the block of layer {self.layer} at position {self.position} is damaged; rows before it are good",
             path=path,
         )
+        refusal.judged = self.judged
+        return refusal
 
 
 class SegmentFile:
@@ -177,7 +180,7 @@ class SegmentFile:
             at = (index + offset) * ENTRY_BYTES
             if not is_open(index + offset, piece, table[at : at + ENTRY_BYTES]):
                 position = self.extent.rows_of_block(blocks[offset])[0]
-                raise BlockDamagedError(self.path.name, layer, position)
+                raise BlockDamagedError(self.path.name, layer, position, self.identity)
 
     def logits(self) -> NDArray[np.float32] | None:
         """The logits of the last position, float32 [vocab], if the file has them. Raises SnapshotRejected."""

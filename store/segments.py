@@ -276,15 +276,21 @@ class SegmentShelf:
             return file.logits()
 
     def set_aside(self, name: str, error: SnapshotRejected, *, damaged: bool = False) -> None:
-        """The file is not offered again; a damaged one goes to quarantine, and is reported."""
+        """The file is not offered again; a damaged one goes to quarantine, and is reported.
+
+        Another one that has its name by now is met anew.
+        """
         try:
             identity = self.directory.identity(name)
         except StoreError:
             identity = None
+        if identity is not None and error.judged is not None and identity.is_of_another_file(error.judged):
+            self.catalog.forget(name)
+            return
         self.catalog.refuse(error, name, identity)
         if (damaged or error.reason in _DAMAGE) and not self.read_only:
             with suppress(StoreError):
-                if self.directory.quarantine(name) is not None:
+                if self.directory.quarantine(name, error.judged) is not None:
                     self.on_count(n_quarantined=1)
 
     def refused_of(self, ids: TokenIds, refused: Mapping[str, str], spans: Sequence[ContentSpan] = ()) -> list[str]:

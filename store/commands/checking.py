@@ -21,6 +21,7 @@ from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError, StoreUnavailable
 from kvferry.store.folder import UNREADABLE, FileView, Folder, read_rows_of
 from kvferry.store.pace import Pace
+from kvferry.store.reader import Identity
 from kvferry.store.repair import salvage
 from kvferry.store.segment_file import BlockDamagedError
 from kvferry.terminal.output import console, json_option, print_json
@@ -36,12 +37,13 @@ _DAMAGE: Final = frozenset(
 
 @dataclass(slots=True)
 class Problem:
-    """What is wrong with a file, and where when that is known."""
+    """What is wrong with a file, and where when that is known. ``judged``: the file that was looked at."""
 
     path: Path
     problem: str
     damage: BlockDamagedError | None = None
     repaired: str = ""
+    judged: Identity | None = None
 
     @property
     def is_damage(self) -> bool:
@@ -149,7 +151,9 @@ def _problems(store: OpenStore, folder: Folder, pace: Pace, *, quick: bool, quie
                 pace.read(n_bytes)
                 advance(n_bytes)
 
-            found = [Problem(view.path, view.problem)] if view.problem else []
+            refusal = folder.refusals.get(view.path.name)
+            judged = None if refusal is None else refusal.judged
+            found = [Problem(view.path, view.problem, judged=judged)] if view.problem else []
             if not quick and view.problem in {"", ORPHAN}:
                 found += _damage(store, view, told)
             advance(max(0, view.n_bytes - (pace.n_bytes - n_before)))  # its head, or all of what is not read
@@ -163,10 +167,10 @@ def _damage(store: OpenStore, view: FileView, told: Callable[[int], None]) -> li
     except SnapshotGone:  # evicted meanwhile
         return []
     except SnapshotRejected as error:
-        return [Problem(view.path, error.reason)]
+        return [Problem(view.path, error.reason, judged=error.judged)]
     except StoreUnavailable as error:
         return [Problem(view.path, f"{UNREADABLE}: {error}")]
-    return [Problem(view.path, "block_digest_mismatch", damage) for damage in damages]
+    return [Problem(view.path, "block_digest_mismatch", damage, judged=damage.judged) for damage in damages]
 
 
 def _repair(store: OpenStore, folder: Folder, problems: list[Problem]) -> None:
@@ -186,19 +190,19 @@ def _repair(store: OpenStore, folder: Folder, problems: list[Problem]) -> None:
 
 
 def _quarantine(store: OpenStore, problems: list[Problem]) -> None:
-    """Sets a file aside whose problems these are, if any of them is damage."""
-    if not any(problem.is_damage for problem in problems):
+    """Sets a file aside whose problems these are, if any of them is damage and it is the one that was looked at."""
+    damaged = next((problem for problem in problems if problem.is_damage), None)
+    if damaged is None:
         return
-    path = problems[0].path
+    path = damaged.path
+    directory = StoreDirectory(store.fs, path.parent.parent, path.parent.name, operator_id(), lambda: uuid4().hex)
     try:
-        StoreDirectory(store.fs, path.parent.parent, path.parent.name, operator_id(), lambda: uuid4().hex).quarantine(
-            path.name
-        )
+        is_aside = directory.quarantine(path.name, damaged.judged) is not None
     except StoreError as error:
         store.troubles.append(str(error))
         return
     for problem in problems:
-        problem.repaired = "quarantined"
+        problem.repaired = "quarantined" if is_aside else "gone meanwhile"
 
 
 def _print_problems(found: list[Problem], n_files: int) -> None:

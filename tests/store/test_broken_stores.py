@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,16 @@ from click.testing import CliRunner, Result
 
 from kvferry.store import names
 from kvferry.store.cli import kv
+from kvferry.store.commands import checking
 from kvferry.store.commands.shared import operator_id
 from kvferry.store.errors import SnapshotGone, StoreUnavailable
-from kvferry.store.fs import PosixFileSystem
+from kvferry.store.folder import FileView
+from kvferry.store.fs import FileSystem, PosixFileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.pace import Pace
 from kvferry.store.place import StorePlace
+from kvferry.store.segment_file import BlockDamagedError
 from kvferry.store.snapshot_store import SnapshotStore
 
 GEOMETRY = KvGeometry(2, 2, 8)
@@ -157,6 +161,29 @@ def test_an_interrupted_check_keeps_what_it_found_and_says_so(
     assert "quarantined" in result.stdout
     assert (first.exists(), last.exists()) == (False, True)
     assert not list(store.path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("command", [("scrub",), ("fsck", "--repair")])
+def test_a_check_leaves_what_a_node_set_aside_and_saved_again_before_it_could(
+    store: SnapshotStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    victim = segment(store, 0, 80)
+    rot(victim)
+    node = SnapshotStore(tmp_path / "store", "feed", GEOMETRY, 1024, 1 << 30, 2000, "node-2", version=3)
+    real = checking.read_rows_of
+
+    def read_slowly(fs: FileSystem, view: FileView, *more: Any) -> list[BlockDamagedError]:
+        damages = real(fs, view, *more)
+        if view.path == victim:
+            victim.rename(tmp_path / "set aside by the node")
+            assert tmp_path / "store" / "feed" / node.publish(IDS[:80], MemoryRows(K, -K)).name == victim
+        return damages
+
+    monkeypatch.setattr(checking, "read_rows_of", read_slowly)
+    assert run(command[0], store.path.parent, *command[1:]).exit_code == 3
+    assert victim.exists()
+    monkeypatch.undo()
+    assert run("fsck", store.path.parent).exit_code == 0
 
 
 def test_folders_and_files_of_others_are_left_alone(store: SnapshotStore) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from kvferry.store import vlkv3
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError
 from kvferry.store.faults import CALLS, Fault, FaultyFileSystem
+from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.snapshot_store import SnapshotStore
@@ -104,6 +106,41 @@ def test_what_was_quarantined_is_saved_again_and_takes_its_children_back(tmp_pat
     assert _restored(store) == 0
     assert store.statistics().n_orphans == 2
     store.publish(IDS[:80], _rows())
+    assert _restored(store) == 200
+
+
+class Overtaken(PosixFileSystem):
+    """Something happens right after the next file was closed."""
+
+    def __init__(self) -> None:
+        self.meanwhile: Callable[[], object] | None = None
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        if (deed := self.meanwhile) is not None:
+            self.meanwhile = None
+            deed()
+
+
+@pytest.mark.parametrize("damaged_byte", [320 + 5, 320 + 4 * 80 + 5], ids=["in the head", "in a block"])
+def test_what_another_node_has_set_aside_and_saved_again_is_not_set_aside(tmp_path: Path, damaged_byte: int) -> None:
+    fs = Overtaken()
+    store, files = _store(tmp_path, fs=fs), _three_segments(tmp_path)[1]
+    other = _store(tmp_path, node_id="node-2")
+    for one in (store, other):
+        one.refresh()
+    _flip(files[0], damaged_byte)
+
+    def save_again() -> None:
+        assert _restored(other) == 0
+        other.publish(IDS[:80], _rows())
+
+    fs.meanwhile = save_again
+    assert _restored(store) == 0
+    assert files[0].exists()
+    assert len(list((store.path / "quarantine").iterdir())) == 1
+    assert store.refused() == {}
+    store.refresh()
     assert _restored(store) == 200
 
 
