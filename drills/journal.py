@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -68,9 +68,9 @@ class Journal:
         """
         folder = runs_folder() / f"{name}-{os.getpid()}"
         journal = cls(folder)
-        for path in (folder, journal.work, journal._entries):
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _reaper(folder), _locked(folder, wait=False):
+        with _reaper(folder), _made_and_locked(folder):
+            for path in (journal.work, journal._entries):
+                path.mkdir(exist_ok=True, mode=0o700)
             try:
                 yield journal
             finally:
@@ -162,6 +162,18 @@ def _reaper(folder: Path) -> Iterator[None]:
     finally:  # not Popen's own context, which waits a quarter of a second at most after a Ctrl-C
         process.stdin.close()
         process.wait()
+
+
+@contextmanager
+def _made_and_locked(folder: Path) -> Iterator[None]:
+    """A run's folder. Who cleans up after others may find it before it is locked, and take it away as a dead one's."""
+    with ExitStack() as held:
+        while True:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with suppress(FileNotFoundError):
+                held.enter_context(_locked(folder, wait=True))
+                break
+        yield
 
 
 @contextmanager

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.drills import journal as journal_module
 from kvferry.drills.journal import STATE_VARIABLE, Journal, clean_up_after_others
 from kvferry.drills.undo import (
     RemoveFile,
@@ -80,6 +82,24 @@ def test_what_cannot_be_undone_is_told_and_stays_written_down(runs: Path, tmp_pa
     assert [entry.sentence for entry in Journal(next(runs.iterdir())).entries()] == ["a folder"]
     (tmp_path / "folder").rmdir()
     assert clean_up_after_others(lambda _line: None) == []
+    assert list(runs.iterdir()) == []
+
+
+def test_a_drill_begins_though_another_one_that_begins_takes_its_empty_folder_for_a_dead_one_s(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = journal_module._locked
+
+    @contextmanager
+    def be_overtaken(folder: Path, *, wait: bool) -> Iterator[None]:
+        monkeypatch.setattr(journal_module, "_locked", locked)
+        assert clean_up_after_others(lambda _line: None) == []
+        with locked(folder, wait=wait):
+            yield
+
+    monkeypatch.setattr(journal_module, "_locked", be_overtaken)
+    with Journal.begin("test") as journal:
+        assert journal.work.is_dir()
     assert list(runs.iterdir()) == []
 
 
