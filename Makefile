@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
+# Tests and the demo start many processes of the same sources: without kept bytecode each would compile them again.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev demo test test-all lint format proto docs bench bench-engine bench-quality bench-serving bench-store bench-resume bench-saving bench-coordinator storm clean
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,10 @@ def placed_on(log: TurnLog) -> list[str]:
 def kill_points(seed: int, n_points: int, answer_length: Callable[[int], int]) -> list[tuple[int, int]]:
     """(question, kill after this many tokens): random places in answers of 64 tokens, half of them greedy."""
     rng = random.Random(seed)
-    whole = [number for number in range(4 * len(SUBJECTS)) if answer_length(number) == ANSWER_TOKENS]
-    greedy, sampled = ([number for number in whole if number % 2 == kind] for kind in (0, 1))
+    n_each = (n_points + 1) // 2
+    greedy, sampled = (
+        list(islice((n for n in range(kind, 4 * len(SUBJECTS), 2) if answer_length(n) == ANSWER_TOKENS), n_each))
+        for kind in (0, 1)
+    )
     numbers = [(greedy, sampled)[i % 2][i // 2 % min(len(greedy), len(sampled))] for i in range(n_points)]
     return [(number, rng.randrange(0, ANSWER_TOKENS)) for number in numbers]
