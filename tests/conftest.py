@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvferry.engine.files.fetch import fetch_model
 
@@ -24,6 +25,10 @@ from seaweed import SeaweedFs
 
 # A shell that runs tests in the background ignores SIGINT, and every process they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says something of the machine: one that was held up for a fifth of a second is no finding.
+settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvferry")
 
 
 # Random tests draw other cases every run; a failure is repeated with the seed that the header names.
