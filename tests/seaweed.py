@@ -8,13 +8,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import uuid
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from kvferry.store.backend.s3 import open_s3
 
@@ -40,7 +40,7 @@ class SeaweedFs:
         }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "s3.json").write_text(json.dumps({"identities": [rights]}))
-        ports = [f"-{name}={_free_port()}" for port in _PORTS for name in (port, f"{port}.grpc")]
+        ports = [f"-{name}={free_port()}" for port in _PORTS for name in (port, f"{port}.grpc")]
         self.endpoint = "http://127.0.0.1:" + ports[0].partition("=")[2]
         self._log = folder / "log"
         self._command = [
@@ -87,9 +87,3 @@ class SeaweedFs:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

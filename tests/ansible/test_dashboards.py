@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import httpx
 import jinja2
 import pytest
 import yaml
+from free_ports import free_port
 
 from kvferry.client import Client
 from kvferry.drills.cluster import ClusterOptions, LocalCluster
@@ -158,12 +158,6 @@ class Asked:
                 return
             time.sleep(0.5)
         raise AssertionError(f"{query} is not {value}")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from free_ports import free_port
 
 from kvferry.proto import status
 from kvferry.proto.channel import server_options
@@ -91,14 +92,14 @@ class ScriptedCoordinator(chat_pb2_grpc.ChatServiceServicer):
     token_ids: dict[str, list[int]] = field(default_factory=dict)  # of sessions that have others than 1, 2, 3
     images: dict[str, chat_pb2.Image] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
-    port: int = 0
+    port: int = field(default_factory=free_port)
     n_streams_open: int = 0
     echo_turn_id: bool = False  # put the turn's name that the client chose into each event
 
     async def start(self) -> str:
         self._server = grpc.aio.server(options=server_options())
         chat_pb2_grpc.add_ChatServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        assert self._server.add_insecure_port(f"127.0.0.1:{self.port}") == self.port
         await self._server.start()
         return f"127.0.0.1:{self.port}"
 

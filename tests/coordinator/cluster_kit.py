@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from free_ports import free_port
 from scripted_worker import Script, ScriptedWorker
 
 from kvferry.coordinator.config import CoordinatorSettings
@@ -166,7 +167,7 @@ class Cluster:
     def __init__(self, state: Path, *models: LoadedModel, **settings: Any) -> None:
         self._settings = {
             "model": "unused",
-            "listen": "127.0.0.1:0",
+            "listen": f"127.0.0.1:{free_port()}",
             "state": None if "registry" in settings else state,
             "lease": 0.6,
             "no_node_wait": 0.5,
@@ -234,12 +235,13 @@ class Processes:
         self._all.append(process)
         return process
 
-    def coordinator(self, listen: str = "127.0.0.1:0", *more: str) -> tuple[subprocess.Popen[str], str]:
+    def coordinator(self, listen: str = "", *more: str) -> tuple[subprocess.Popen[str], str]:
         """Starts one on the same state each time, or on a ``--registry``; returns it with its address."""
         ready = self._folder / f"ready{len(self._all)}.json"
         kept = () if "--registry" in more else ("--state", str(self._folder / "state"))
+        address = listen or f"127.0.0.1:{free_port()}"
         process = self.start(
-            "-m", "kvferry.coordinator", "run", "--model", str(self._model_path), "--listen", listen,
+            "-m", "kvferry.coordinator", "run", "--model", str(self._model_path), "--listen", address,
             "--ready-file", str(ready), *kept, *more,
         )  # fmt: skip
         deadline = time.monotonic() + 3 * PATIENCE_S

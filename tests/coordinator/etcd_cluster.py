@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Self
+
+from free_ports import free_port
 
 BINARY = shutil.which("etcd")
 WHY_NOT = "etcd is not installed (Debian: etcd-server)"
@@ -22,25 +23,13 @@ READY_S = 30.0
 """Members are ready within seconds; on a busy machine it may take longer, never this long."""
 
 
-def free_ports(n: int) -> list[int]:
-    """Nobody listens there now."""
-    sockets = [socket.socket() for _ in range(n)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
-
-
 class EtcdCluster:
     """Members ``0`` to ``n - 1``. Elections take about half a second, so that tests need not wait for real ones."""
 
     def __init__(self, folder: Path, n_members: int = 1, tls_dir: Path | None = None) -> None:
         """``tls_dir``: clients must show a certificate that has the name of `COORDINATOR`; None: plaintext."""
         self._folder = folder
-        ports = free_ports(3 * n_members)
+        ports = [free_port() for _ in range(3 * n_members)]
         self._client_ports, self._peer_ports = ports[:n_members], ports[n_members : 2 * n_members]
         self._metrics_ports = ports[2 * n_members :]
         self._tls_dir = tls_dir

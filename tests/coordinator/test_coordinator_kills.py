@@ -23,7 +23,7 @@ async def test_21_a_killed_coordinator_loses_no_token_that_a_client_has(
 ) -> None:
     """Ten streams a kill, at any token of each: 30 interrupted streams, 300 in the long run."""
     flags = ("--lease", "0.6", "--log-level", "error")
-    coordinator, address = processes.coordinator("127.0.0.1:0", *flags)
+    coordinator, address = processes.coordinator("", *flags)
     for name in "ab":
         processes.worker(name, address, "--token-seconds", "0.02")
     client, rng, n_interrupted = Client(address), random.Random(21), 0

@@ -77,7 +77,7 @@ def start_fleet(
 
     async def start(n_members: int) -> Fleet:
         clusters.append(EtcdCluster(tmp_path, n_members).__enter__())
-        started = [processes.coordinator("127.0.0.1:0", *terms(clusters[0])) for _ in range(2)]
+        started = [processes.coordinator("", *terms(clusters[0])) for _ in range(2)]
         addresses = [address for _, address in started]
         for name in "xy":
             processes.worker(name, ",".join(addresses), "--token-seconds", "0.02")

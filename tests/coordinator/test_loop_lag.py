@@ -7,8 +7,9 @@ import time
 
 import pytest
 from cluster_kit import Client, Processes, all_of, ids_of
+from free_ports import free_port
 from machine_noise import machine_noise
-from test_metrics import free_address, scrape
+from test_metrics import scrape
 
 pytestmark = pytest.mark.alone  # its times are promises
 
@@ -18,7 +19,7 @@ SECONDS = 4.0
 
 async def test_28_the_coordinators_loop_is_never_blocked(processes: Processes) -> None:
     """Long prompts are tokenised, long conversations listed, and streams of many clients go on, all at once."""
-    metrics = free_address()
+    metrics = f"127.0.0.1:{free_port()}"
     _, address = processes.coordinator("127.0.0.1:0", "--log-level", "error", "--metrics", metrics)
     processes.worker("a", address, "--token-seconds", "0.02")
     client = Client(address)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import urllib.request
 
 import numpy as np
 from cluster_kit import Cluster, all_of
+from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_worker import Script
 
@@ -18,15 +18,9 @@ from kvferry.proto.v1 import chat_pb2
 from kvferry.telemetry.loop_lag import LoopLag
 
 
-def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
 async def scrape(address: str) -> dict[str, float]:
     def read() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as response:
             return response.read().decode()
 
     families = text_string_to_metric_families(await asyncio.to_thread(read))
@@ -39,7 +33,7 @@ async def scrape(address: str) -> dict[str, float]:
 
 
 async def test_turns_failovers_and_nodes_are_counted(tmp_path, model):
-    metrics = free_address()
+    metrics = f"127.0.0.1:{free_port()}"
     cluster = Cluster(tmp_path / "state", model, metrics=metrics)
     await cluster.start()
     try:

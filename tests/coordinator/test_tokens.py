@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from cluster_kit import Cluster, eventually
-from etcd_cluster import free_ports
+from free_ports import free_port
 from scripted_worker import Script
 
 from kvferry.client import AsyncClient, NotFound, Token
@@ -47,7 +47,7 @@ def speaking(cluster: Cluster, token: str | None) -> AsyncClient:
 
 async def test_without_a_token_nothing_is_answered_but_how_the_fleet_is(new_cluster: Start, keys: Keys) -> None:
     keys.add("acme")
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{free_port()}"
     cluster = await new_cluster(tokens=keys.path, metrics=address)
     for token in (None, "kvf_000000000000_" + "A" * 43, "nonsense"):
         async with speaking(cluster, token) as client:

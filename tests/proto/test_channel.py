@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from free_ports import free_port
 
 from kvferry.proto.channel import MAX_MESSAGE_BYTES, channel_options, server_options
 
@@ -98,7 +99,7 @@ def test_a_frozen_server_is_noticed_long_before_the_default_minute(start_server:
 
 
 def test_a_server_that_comes_back_is_found_again_soon(start_server: StartServer) -> None:
-    process, port = start_server(0)
+    process, port = start_server(free_port())
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
         assert list(call(channel, request(0)))
         process.kill()

@@ -5,7 +5,6 @@ and loses a revoked node with no token lost, doubled or differing; and nothing s
 from __future__ import annotations
 
 import json
-import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from browser_kit import ANSWER_MS, WHY_NOT, browser_is_there, browsing
+from free_ports import free_port
 from otlp_collector import Collector
 
 from kvferry.client import Client, NodeLost, NodeState, Token
@@ -62,12 +62,6 @@ class Secured:
             while not any(node.node_id == node_id and state(node.state) for node in client.nodes()):
                 assert time.monotonic() < deadline, client.nodes()
                 time.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
