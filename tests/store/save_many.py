@@ -1,7 +1,8 @@
-"""A node that saves for some seconds: `save_many.py ROOT TENANT NODE BUDGET SECONDS`. Prints counts as JSON.
+"""A node that saves until told to end: `save_many.py ROOT TENANT NODE BUDGET N_LEAST STOP`. Prints counts as JSON.
 
-It goes on from one conversation of its own again and again, and saves others, in two turns each, that nobody asks for
-any more: those are an hour old at once.
+It ends when there is a file STOP and it has saved N_LEAST times, which takes a slow disk longer than a fast one. It
+goes on from one conversation of its own again and again, and saves others, in two turns each, that nobody asks for any
+more: those are an hour old at once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvferry.store.snapshot_store import SnapshotStore
 GEOMETRY = KvGeometry(2, 2, 16)
 N = 40
 HOT = 7
+PATIENCE_S = 120.0
 
 
 def rows_of(first: int, n: int) -> MemoryRows:
@@ -33,7 +35,7 @@ def rows_of(first: int, n: int) -> MemoryRows:
     return rows
 
 
-def main(root: Path, tenant: str, node: str, budget: int, seconds: float) -> None:
+def main(root: Path, tenant: str, node: str, budget: int, n_least: int, stop: Path) -> None:
     counts = {"n_saved": 0, "n_without_room": 0, "n_lost": 0, "n_wrong": 0}
     store = SnapshotStore(
         root, "feed", GEOMETRY, 1 << 20, budget, 1000, node, version=3, tenant=tenant, seal=KeyedSeal(bytes(32))
@@ -41,9 +43,9 @@ def main(root: Path, tenant: str, node: str, budget: int, seconds: float) -> Non
     store.reap()
     hot = np.arange(HOT, HOT + N)
     store.publish(hot, rows_of(HOT, N))
-    ends_at = time.monotonic() + seconds
+    ends_at = time.monotonic() + PATIENCE_S  # whatever became of who started it
     first = 1000
-    while time.monotonic() < ends_at:
+    while not (stop.exists() and counts["n_saved"] >= n_least) and time.monotonic() < ends_at:
         first += 1
         for n in (N, 2 * N):
             try:
@@ -70,4 +72,4 @@ def main(root: Path, tenant: str, node: str, budget: int, seconds: float) -> Non
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5]))
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6]))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -101,37 +102,60 @@ def test_what_one_tenants_turn_waits_for_is_not_evicted_for_another_tenant_of_th
     assert files(acme) == set()
 
 
+def hold(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Stop them all; a call in the kernel ends first, however long the disk takes for it."""
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while not all(is_still(process.pid) for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def is_still(pid: int) -> bool:
+    """Stopped, or gone."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "TtZX"
+
+
+N_MEASURED, N_SAVED = 100, 40
+
+
 def test_three_processes_that_save_into_one_store_keep_its_budget_at_every_moment(tmp_path: Path) -> None:
     """All are stopped while it is measured, so that what is measured was so at one moment."""
-    root = tmp_path / "store"
+    root, stop = tmp_path / "store", tmp_path / "stop"
     probe = open_tenant(root, "probe")
     save(probe, 0)
     budget = 20 * n_bytes_of(root)
     (probe.path / next(iter(files(probe)))).unlink()
     savers = [
         subprocess.Popen(
-            [sys.executable, SAVER, root, tenant, f"node-{number}", str(budget), "3.0"],
+            [sys.executable, SAVER, root, tenant, f"node-{number}", str(budget), str(N_SAVED), stop],
             stdout=subprocess.PIPE,
             text=True,
         )
         for number, tenant in enumerate(("", "acme", "bolt"))
     ]
-    measured = []
+    measured: list[int] = []
     while any(saver.poll() is None for saver in savers):
-        for saver in savers:
-            saver.send_signal(signal.SIGSTOP)
-        time.sleep(0.002)  # until a call in the kernel has ended
-        measured.append(n_bytes_of(root) if root.exists() else 0)
+        hold(savers)
+        if n_bytes := n_bytes_of(root):  # they have begun
+            measured.append(n_bytes)
+        if len(measured) == N_MEASURED:
+            stop.touch()
         for saver in savers:
             saver.send_signal(signal.SIGCONT)
         time.sleep(0.015)
-    told = [json.loads(saver.communicate(timeout=10)[0]) for saver in savers]
+    told = [json.loads(saver.communicate(timeout=60)[0]) for saver in savers]
     assert [saver.returncode for saver in savers] == [0, 0, 0]
-    assert len(measured) > 50
+    assert len(measured) >= N_MEASURED
     assert max(measured) <= budget, (max(measured), budget)
     assert max(measured) > budget // 2
     for one in told:
-        assert one["n_saved"] > 30, told
+        assert one["n_saved"] >= N_SAVED, told
         assert one["n_lost"] == one["n_wrong"] == 0, told  # of what it reads again and again
         assert one["n_without_room"] == 0, told
     assert sum(one["n_evicted"] for one in told) >= 30
