@@ -8,18 +8,22 @@ from concurrent import futures
 from typing import Any
 
 import grpc
+from free_ports import free_port
 
 from kvferry.proto.channel import server_options
 from kvferry.proto.status import trailing_metadata
 from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
 
+LEASE_SECONDS, HEARTBEAT_SECONDS = 10.0, 0.2
+SILENCE_SECONDS = 1.0  # a heartbeat waits no longer
+
 
 class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
     """Records what nodes say. `silent` lets heartbeats time out; `forget` asks a node to register again;
-    `refusal` is said to whoever wants to register."""
+    `refusal` is said to whoever wants to register. The lease is one that a busy machine does not end."""
 
-    def __init__(self, lease_seconds: float = 1.0, generation: int = 1, port: int = 0) -> None:
-        self.lease_seconds = lease_seconds
+    def __init__(self, generation: int = 1, port: int | None = None) -> None:
+        self.lease_seconds = LEASE_SECONDS
         self.generation = generation
         self.silent = False
         self.forget = False
@@ -30,7 +34,8 @@ class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
         self._changed = threading.Condition()
         self._server = grpc.server(futures.ThreadPoolExecutor(8), options=server_options())
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.port = port or free_port()
+        assert self._server.add_insecure_port(self.address) == self.port
         self._server.start()
 
     @property
@@ -41,6 +46,13 @@ class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
     def stop(self) -> None:
         """End at once."""
         self._server.stop(None).wait()
+
+    def give_lease(self, seconds: float) -> None:
+        """Have the node register again, for a lease of that length."""
+        n_before = len(self.registered)
+        self.lease_seconds = seconds
+        self.forget = True
+        self.wait_for(f"len(registered) > {n_before}")
 
     def wait_for(self, condition: str, seconds: float = 20.0) -> None:
         """Until an expression over registered, heartbeats and deregistered holds."""
@@ -57,13 +69,13 @@ class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
         return fleet_pb2.RegisterResponse(
             coordinator_generation=self.generation,
             lease_seconds=self.lease_seconds,
-            heartbeat_seconds=self.lease_seconds / 5,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
         )
 
     def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Any) -> fleet_pb2.HeartbeatResponse:  # noqa: N802 - the wire
         """Renew, unless told otherwise."""
         if self.silent:
-            time.sleep(self.lease_seconds)
+            time.sleep(SILENCE_SECONDS)
             context.abort(grpc.StatusCode.UNAVAILABLE, "silent")
         self._note(self.heartbeats, request)
         return fleet_pb2.HeartbeatResponse(coordinator_generation=self.generation, register_again=self.forget)

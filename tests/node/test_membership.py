@@ -12,14 +12,14 @@ import pytest
 from kvferry.proto.v1 import worker_pb2
 
 from .running_node import SABOTAGED, Answer, RunningNode, error_of, running_node
-from .standin_coordinator import StandInCoordinator
+from .standin_coordinator import LEASE_SECONDS, StandInCoordinator
 
 Prompts = dict[str, list[int]]
 
 
 @pytest.fixture(scope="module")
 def coordinator() -> Iterator[StandInCoordinator]:
-    """A stand-in with a lease of one second."""
+    """A stand-in."""
     coordinator = StandInCoordinator()
     yield coordinator
     coordinator.stop()
@@ -43,6 +43,8 @@ def member(shared_member: RunningNode, coordinator: StandInCoordinator) -> Runni
     coordinator.silent = coordinator.forget = False
     n_beats = len(coordinator.heartbeats)
     coordinator.wait_for(f"registered and len(heartbeats) > {n_beats + 1}")
+    if coordinator.lease_seconds != LEASE_SECONDS:
+        coordinator.give_lease(LEASE_SECONDS)
     shared_member.generation = coordinator.generation
     shared_member.drop_all()
     return shared_member
@@ -80,6 +82,7 @@ def test_a_node_that_is_not_heard_stops_its_turns_and_keeps_their_rows(
     call = member.start_turn(prompts["chat_en"], max_tokens=1900, end_token_ids=[])
     answer = Answer()
     answer.take(next(call))
+    coordinator.give_lease(1.0)
     coordinator.silent = True
     with pytest.raises(grpc.RpcError) as caught:
         answer.take_all(call)
@@ -89,8 +92,7 @@ def test_a_node_that_is_not_heard_stops_its_turns_and_keeps_their_rows(
     assert error_of(caught.value)[:2] == ("UNAVAILABLE", "lease_lost")
     assert member.wait_for("load.n_running == 0").resident[0].n_tokens >= len(answer.tokens)
     coordinator.silent = False
-    n_beats = len(coordinator.heartbeats)
-    coordinator.wait_for(f"len(heartbeats) > {n_beats + 1}")
+    coordinator.give_lease(LEASE_SECONDS)
     assert member.run_turn(prompts["chat_en"], max_tokens=2).tokens == answer.tokens[:2]
 
 
@@ -134,11 +136,11 @@ def test_a_node_serves_before_its_coordinator_is_there_and_finds_it(
     with running_node(tmp_path / "n", smollm2_path, "--coordinator", first.address) as node:
         assert len(node.run_turn(prompts["chat_en"], max_tokens=2).tokens) == 2
         late = StandInCoordinator(port=first.port)
-        late.wait_for("registered and heartbeats", seconds=5)
+        late.wait_for("registered and heartbeats")
         late.stop()
         restarted = StandInCoordinator(port=first.port, generation=2)
         restarted.forget = True
-        restarted.wait_for("registered", seconds=5)
+        restarted.wait_for("registered")
         restarted.stop()
 
 
@@ -146,7 +148,8 @@ def test_an_older_coordinator_is_not_obeyed(
     coordinator: StandInCoordinator, member: RunningNode, prompts: Prompts
 ) -> None:
     newer = coordinator.generation + 3
-    member.run_turn(prompts["chat_en"], max_tokens=1, coordinator_generation=newer)
+    coordinator.give_lease(2.0)
+    member.run_turn(prompts["chat_en"][:4], max_tokens=1, coordinator_generation=newer)
     with pytest.raises(grpc.RpcError) as caught:
         member.run_turn(prompts["chat_en"], max_tokens=1, coordinator_generation=newer - 1)
     assert error_of(caught.value)[:2] == ("FAILED_PRECONDITION", "stale_coordinator")
