@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -47,23 +48,37 @@ def node(shared_node: RunningNode) -> RunningNode:
     return shared_node
 
 
+@contextlib.contextmanager
+def _stored(folder: Path, model: Path, *flags: str) -> Iterator[RunningNode]:
+    flags = ("--store", str(folder / "store"), "--publish-every-tokens", "96", "--context", "2048", *flags)
+    with running_node(folder, model, *flags, program=SABOTAGED) as node:
+        yield node
+
+
 @pytest.fixture(scope="session")
 def shared_stored(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[RunningNode]:
     """See `stored`."""
-    folder = tmp_path_factory.mktemp("stored")
-    flags = ("--store", str(folder / "store"), "--store-stall-seconds", "0.5", "--publish-every-tokens", "96")
-    with running_node(folder, smollm2_path, *flags, "--context", "2048", program=SABOTAGED) as node:
+    with _stored(tmp_path_factory.mktemp("stored"), smollm2_path) as node:
+        yield node
+
+
+@pytest.fixture(scope="session")
+def shared_hasty(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[RunningNode]:
+    """See `stored`."""
+    with _stored(tmp_path_factory.mktemp("hasty"), smollm2_path, "--store-stall-seconds", "0.5") as node:
         yield node
 
 
 @pytest.fixture
-def stored(shared_stored: RunningNode) -> Iterator[RunningNode]:
+def stored(request: pytest.FixtureRequest) -> Iterator[RunningNode]:
     """A node with a store (in `store_of`) that all tests share, with nothing in memory; its store and its engine can be
-    made to misbehave."""
-    shared_stored.drop_all()
-    yield shared_stored
-    shared_stored.orders.unlink(missing_ok=True)
-    shared_stored.wait_for("load.store_ok and load.n_running + load.n_queued == 0")
+    made to misbehave. Where nothing runs beside, its store counts as hung after half a second."""
+    is_alone = request.node.get_closest_marker("alone") is not None
+    node: RunningNode = request.getfixturevalue("shared_hasty" if is_alone else "shared_stored")
+    node.drop_all()
+    yield node
+    node.orders.unlink(missing_ok=True)
+    node.wait_for("load.store_ok and load.n_running + load.n_queued == 0")
 
 
 @pytest.fixture
