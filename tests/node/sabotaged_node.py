@@ -1,8 +1,9 @@
 """A node with a store or an engine that misbehaves on command: a stand-in for what cannot be had without root or a bug.
 
 What happens is said by the file that KVFERRY_TEST_SABOTAGE names, word by word, for as long as it says so:
-`restore`, `publish`, `reap` (a store call does not return, as on a hung NFS mount), `hang` (the engine's step does not
-return), `fail` (it raises), `fsync:28` (that call of the store's file system fails with that error number).
+`restore`, `publish`, `reap` (a store call does not return, as on a hung NFS mount), `load` (nor does the self-test
+before it serves), `hang` (nor the engine's step), `fail` (it raises), `fsync:28` (that call of the store's file system
+fails with that error number).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from kvferry.client.cli import main
 from kvferry.engine.engine import Engine
+from kvferry.node import loading
 from kvferry.store.fs import FileSystem, PosixFileSystem
 from kvferry.store.snapshot_store import SnapshotStore
 
@@ -67,6 +69,7 @@ def refusing(call: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 for name in FILE_SYSTEM_CALLS:
     setattr(PosixFileSystem, name, refusing(name, getattr(PosixFileSystem, name)))
+loading.self_test = sabotaged(loading.self_test, "load", "never")
 Engine.forward = sabotaged(Engine.forward, "hang", "fail")  # type: ignore[method-assign]
 
 main()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from click.testing import CliRunner
+from free_ports import free_port
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -32,10 +33,10 @@ SERVICE = "kvferry.v1.WorkerService"
 def test_health_and_reflection_are_the_standard_ones(node: RunningNode) -> None:
     health = health_pb2_grpc.HealthStub(node.channel)
     for name in ("", SERVICE):
-        assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status == 1
+        assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=20).status == 1
     reflection = reflection_pb2_grpc.ServerReflectionStub(node.channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    (answer,) = reflection.ServerReflectionInfo(iter([request]), timeout=5)
+    (answer,) = reflection.ServerReflectionInfo(iter([request]), timeout=20)
     assert SERVICE in {service.name for service in answer.list_services_response.service}
 
 
@@ -52,7 +53,10 @@ def test_the_engine_has_the_big_cores_and_everything_else_the_little_ones(
     with running_node(tmp_path / "n", smollm2_path, *flags, program=BIG_LITTLE) as node:
         node.run_turn(prompts["code"])
         threads = Path(f"/proc/{node.process.pid}/task")
-        places = {int(path.name): os.sched_getaffinity(int(path.name)) for path in threads.iterdir()}
+        places = {}
+        for path in threads.iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                places[int(path.name)] = os.sched_getaffinity(int(path.name))
         on_big = [thread for thread, cores in places.items() if cores == {big}]
         assert len(on_big) == 1  # the engine's only one
         assert node.process.pid not in on_big
@@ -61,24 +65,24 @@ def test_the_engine_has_the_big_cores_and_everything_else_the_little_ones(
 
 
 def test_a_life_from_loading_to_drained(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port, orders = free_port(), tmp_path / "n" / "orders"
     flags = ("--listen", f"127.0.0.1:{port}", "--log-level", "debug")
+    orders.parent.mkdir()
+    orders.write_text("load")  # however late we look, it has not loaded yet
     with (
-        running_node(tmp_path / "n", smollm2_path, *flags, wait=False) as process,
-        # the default back-off of a second would sleep through the loading
+        running_node(tmp_path / "n", smollm2_path, *flags, wait=False, program=SABOTAGED) as process,
         grpc.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel,
     ):
         grpc.channel_ready_future(channel).result(60)
         health = health_pb2_grpc.HealthStub(channel)
-        seen = [health.Check(health_pb2.HealthCheckRequest(), timeout=5).status]
+        seen = [health.Check(health_pb2.HealthCheckRequest(), timeout=20).status]
         node = RunningNode(process.process, "", process.log_path, channel)
         with pytest.raises(grpc.RpcError) as caught:
             node.run_turn([1])
         assert error_of(caught.value)[:2] == ("UNAVAILABLE", "starting")
+        orders.unlink()
         while seen[-1] != health_pb2.HealthCheckResponse.SERVING:
-            seen.append(health.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
+            seen.append(health.Check(health_pb2.HealthCheckRequest(), timeout=20).status)
             time.sleep(0.05)
         assert seen[0] == health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -94,7 +98,7 @@ def test_a_life_from_loading_to_drained(tmp_path: Path, smollm2_path: Path, prom
         with pytest.raises(grpc.RpcError) as caught:
             node.run_turn([1])
         assert error_of(caught.value)[:2] == ("UNAVAILABLE", "draining")
-        answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5)
+        answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
         again = CliRunner().invoke(node_group, ["drain", f"127.0.0.1:{port}"])
         assert again.output == "drained: 0 sessions saved, 0 turns moved\n"
@@ -120,7 +124,7 @@ def test_bytes_that_are_no_message_are_the_callers_mistake(node: RunningNode) ->
 
 def test_a_port_in_use_is_one_sentence(node: RunningNode, smollm2_path: Path) -> None:
     command = node_command(smollm2_path, "--listen", node.address)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()  # none of gRPC's own
     assert line.startswith(f"error: cannot listen at {node.address}: address already in use; stop what uses it")
@@ -131,13 +135,13 @@ def test_a_port_that_is_taken_while_we_look_is_one_sentence_too(node: RunningNod
     command = node_command(smollm2_path, "--listen", node.address)
     command[2] = command[2].replace("main()", f"{blind}main()")
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     (line,) = done.stderr.splitlines()  # gRPC would print lines of its own here
     assert line.startswith(f"error: cannot listen at {node.address}: ")
 
 
 def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    done = subprocess.run(node_command(tmp_path / "none.gguf"), capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(node_command(tmp_path / "none.gguf"), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
     assert "error: there is no model" in done.stderr
     assert "Traceback" not in done.stderr
