@@ -152,6 +152,6 @@ def test_a_file_that_rotted_unseen_is_found_by_a_node(
         path.write_bytes(data)
         node.drop(session)
         node.run_turn([*prompt, 7], session=session, max_tokens=1, end_token_ids=[])
-        node.wait_for("load.blocks_wrong == 1", seconds=20)
+        node.wait_for("load.blocks_wrong == 1", seconds=60)
         assert "ALARM: rows" in node.log
         assert f"of session {session}, restored from snapshot {path.name}" in node.log

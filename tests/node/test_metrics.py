@@ -26,7 +26,7 @@ def test_a_scrape_counts_what_turns_did(tmp_path: Path, smollm2_path: Path, prom
         node.run_turn(tokens, max_tokens=8)
         node.wait_for("load.snapshots_published == 1")
         address = json.loads((tmp_path / "n" / "ready.json").read_text())["metrics"]
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as response:
             families = {f.name: f.samples for f in text_string_to_metric_families(response.read().decode())}
     values = {name: samples[0].value for name, samples in families.items() if samples}
     assert values["kvferry_generated_tokens"] == 8

@@ -26,7 +26,7 @@ class Made(Collector):
 
 
 def scrape(address: str) -> dict[tuple[str, str], float]:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as response:
         families = text_string_to_metric_families(response.read().decode())
         return {
             (sample.name, ",".join(f"{k}={v}" for k, v in sample.labels.items())): sample.value
