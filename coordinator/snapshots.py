@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,7 +202,8 @@ class SnapshotView:
             return WhichStore()
         if not self._store_id and not self._identifying:
             self._identifying = True
-            self._submit(self._identify)
+            if not self._submit(self._identify):
+                self._identifying = False
         return WhichStore(self._store_id, describe(self._opened[2]))
 
     def longest_prefixes(
@@ -226,19 +228,27 @@ class SnapshotView:
         """All that is known of the store, in an order that does not change."""
         return [StoreIndex(*key, self._stores[key], self._files.get(key, {})) for key in sorted(self._stores)]
 
-    def _submit(self, job: Callable[[], None] | None) -> None:
+    def _submit(self, job: Callable[[], None] | None) -> bool:
+        """Whether it will be done."""
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
             logger.warning("the snapshot store hangs: %d announcements wait", MAX_WAITING_JOBS)
+            return False
+        return True
 
     def _work(self) -> None:
+        """Jobs as they come, and a look at the directory when it is time, however many jobs there are."""
+        look_at_s = time.monotonic() + REFRESH_SECONDS
         while True:
-            try:
-                job = self._jobs.get(timeout=REFRESH_SECONDS)
-            except queue.Empty:
+            if (left_s := look_at_s - time.monotonic()) <= 0:
                 for key, store in list(self._stores.items()):
                     self._refresh(key, store)
+                look_at_s = time.monotonic() + REFRESH_SECONDS
+                continue
+            try:
+                job = self._jobs.get(timeout=left_s)
+            except queue.Empty:
                 continue
             if job is None:
                 return

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from kvferry.coordinator import snapshots
 from kvferry.coordinator.snapshots import MAX_TENANTS, MAX_WAITING_JOBS, SnapshotView
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.place import StorePlace
@@ -127,3 +130,34 @@ def test_a_store_that_hangs_makes_nobody_wait(view: SnapshotView, tmp_path: Path
         view.announce(FINGERPRINT, [name])
     assert view.longest_prefixes(range(100)) == {FINGERPRINT: 40}
     release.set()
+
+
+def test_what_was_evicted_is_noticed_however_much_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "REFRESH_SECONDS", 0.2)
+    evicted = tmp_path / FINGERPRINT / publish(tmp_path, 40)
+    view = SnapshotView(StorePlace(str(tmp_path)))
+    view.start()
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    drained(view)
+    evicted.unlink()
+    give_up_s = time.monotonic() + 5
+    while view.longest_prefixes(range(100)) and time.monotonic() < give_up_s:
+        view.announce(FINGERPRINT, ["kv_0000000000000000.kv"])
+        time.sleep(0.01)
+    assert view.longest_prefixes(range(100)) == {}
+    view.stop()
+
+
+def test_a_store_is_identified_though_it_could_not_be_asked_at_first(tmp_path: Path) -> None:
+    view = SnapshotView(StorePlace(str(tmp_path)))
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    for _ in range(MAX_WAITING_JOBS):  # it hangs
+        view.announce(FINGERPRINT, ["kv_0000000000000000.kv"])
+    assert view.which_store().store_id == ""
+    (tmp_path / "store-id").write_text("c" * 32)
+    view.start()
+    give_up_s = time.monotonic() + 5
+    while not view.which_store().store_id and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    assert view.which_store().store_id == "c" * 32
+    view.stop()
