@@ -84,7 +84,7 @@ class Authority:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise AuthorityInvalid(f"the folder {folder} cannot be made: {reason_of(error)}") from error
-        with authority._locked():
+        with authority.locked():
             if (folder / CA_FILE).exists() or (folder / CA_KEY_FILE).exists():
                 raise AuthorityInvalid(f"{folder} holds an authority already: name another folder, or use it as it is")
             authority._begin(name, days, [])
@@ -92,14 +92,14 @@ class Authority:
 
     def renew_authority(self, days: int = CA_DAYS) -> None:
         """Sign with a new key from now on; what the old one signed stays trusted until `forget_old`."""
-        with self._locked():
+        with self.locked():
             trusted = self.trusted()
             names = trusted[0].subject.get_attributes_for_oid(NameOID.COMMON_NAME)
             self._begin(str(names[0].value), days, trusted)
 
     def forget_old(self) -> None:
         """Trust only what the present key signed."""
-        with self._locked():
+        with self.locked():
             self._write(CA_FILE, certificate_pem(self.trusted()[0]), PUBLIC_MODE)
 
     def trusted(self) -> list[x509.Certificate]:
@@ -131,7 +131,7 @@ class Authority:
             names = alternative_names(name, addresses)
         except ValueError as error:
             raise RequestInvalid(f"the certificate cannot be made: {error}") from error
-        with self._locked():
+        with self.locked():
             signer, key = self.trusted()[0], self._key()
             certificate = _certificate(public_key, subject_of(name, role), names, days, signer, key, self._clock())
             issued = Issued(f"{certificate.serial_number:x}", name, role, certificate.not_valid_after_utc.isoformat())
@@ -140,7 +140,7 @@ class Authority:
 
     def revoke(self, *, name: str | None = None, serial: str | None = None) -> list[Issued]:
         """All certificates of an identity, or one by its serial; those that it revoked. The list is signed anew."""
-        with self._locked():
+        with self.locked():
             now = self._clock().isoformat()
             book = self.book()
             asked = [one for one in book if one.name == name or one.serial == (serial or "").lower().lstrip("0")]
@@ -219,7 +219,8 @@ class Authority:
             raise AuthorityInvalid(f"{self.folder / name} cannot be written: {reason_of(error)}") from error
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """While nobody else changes anything; not within itself."""
         try:
             fd = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, SECRET_MODE)
         except OSError as error:

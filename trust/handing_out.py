@@ -65,8 +65,9 @@ def renew(authority: Authority, folder: Path, days: int) -> Identity:
 
 def hand_out_trust(authority: Authority, folder: Path) -> None:
     """Whom to believe, and whom no longer. The authorities first: they signed the list."""
-    _write(folder / CA_FILE, certificate_pem(*authority.trusted()), PUBLIC_MODE)
-    _write(folder / REVOKED_FILE, _read(authority.folder / AUTHORITY_REVOKED_FILE), PUBLIC_MODE)
+    with authority.locked():  # or a list that is signed and handed out meanwhile is written over with the one before
+        _write(folder / CA_FILE, certificate_pem(*authority.trusted()), PUBLIC_MODE)
+        _write(folder / REVOKED_FILE, _read(authority.folder / AUTHORITY_REVOKED_FILE), PUBLIC_MODE)
 
 
 def make_request(folder: Path, name: str, role: Role, addresses: Sequence[str]) -> Path:

@@ -100,6 +100,31 @@ def test_revoking_an_identity_revokes_all_its_certificates_and_is_signed(authori
         authority.revoke(name="node-9")
 
 
+def test_what_is_revoked_while_a_folder_is_renewed_is_revoked_there(
+    authority: Authority, tls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stolen = read_material(tls("node-1", Role.NODE)).identity.serial
+    folder = tls("node-2", Role.NODE)
+
+    def revoke() -> None:
+        authority.revoke(name="node-1")
+        handing_out.hand_out_trust(authority, folder)
+
+    read, revoking = handing_out._read, threading.Thread(target=revoke)
+
+    def read_and_be_overtaken(path: Path) -> bytes:
+        found = read(path)
+        if not revoking.ident:
+            revoking.start()
+            revoking.join(0.3)
+        return found
+
+    monkeypatch.setattr(handing_out, "_read", read_and_be_overtaken)
+    handing_out.renew(authority, folder, 30)
+    revoking.join()
+    assert read_material(folder).revoked == {stolen}
+
+
 def test_a_list_that_another_authority_signed_is_not_believed(authority: Authority, tls, tmp_path: Path) -> None:
     folder = tls("node-1", Role.NODE)
     (folder / "revoked.pem").write_bytes((Authority.create(tmp_path / "x", "x").folder / "revoked.pem").read_bytes())
