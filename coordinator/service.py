@@ -17,7 +17,7 @@ from kvferry.coordinator.models import Models, ServedModel
 from kvferry.coordinator.ownership import Ownership
 from kvferry.coordinator.peers import Peers
 from kvferry.coordinator.pictures import spans_of
-from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord
+from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord, tokens_of
 from kvferry.coordinator.samples import Key, merged, sample_keys
 from kvferry.coordinator.snapshots import SnapshotView
 from kvferry.coordinator.stored_prefixes import list_snapshots, stored_rows
@@ -68,14 +68,12 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     @unary
     async def GetSession(self, request: chat_pb2.GetSessionRequest, context: Context) -> chat_pb2.GetSessionResponse:
         session_id = await self._owned(request.session_id)
-        record = await self.registry.get_session(session_id)
-        placements = await self.registry.list_placements(session_id)
-        turns = await self.registry.list_turns(session_id)
-        token_ids = await self.registry.session_tokens(session_id)
+        record, turns = await self.registry.session_and_turns(session_id)
+        placements = await self.registry.list_placements(session_id)  # those turns' for sure, of later ones perhaps
         return chat_pb2.GetSessionResponse(
             session=self._session(record),
             turns=[self._turn(turn, placements.get(turn.turn_id, [])) for turn in turns],
-            token_ids=token_ids.tolist(),
+            token_ids=tokens_of(turns).tolist(),
         )
 
     @unary
@@ -114,8 +112,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     async def ExportSession(
         self, request: chat_pb2.ExportSessionRequest, context: Context
     ) -> chat_pb2.ExportSessionResponse:
-        session = await self.registry.get_session(await self._owned(request.session_id))
-        turns = await self.registry.list_turns(session.session_id)
+        session, turns = await self.registry.session_and_turns(await self._owned(request.session_id))
         pixels = await self.registry.pixels(p.content_hash for turn in turns for p in turn.pictures)
         return chat_pb2.ExportSessionResponse(session=exported(session, turns, pixels))
 

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from scripted_worker import Script, scripted_answer
 
 from kvferry.coordinator.loaded_model import LoadedModel
+from kvferry.coordinator.sqlite_registry import SqliteRegistry
 from kvferry.engine.text.model import ChatMessage
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
@@ -370,3 +371,31 @@ async def test_bytes_that_are_no_message_are_the_callers_mistake(cluster: Cluste
             await channel.unary_unary(f"/kvferry.v1.{service}/{method}")(b"\xff" * 9)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert code_of(caught.value) == "invalid_request"
+
+
+@pytest.mark.parametrize("looked_up", ["get_session", "list_placements", "list_turns", "session_and_turns"])
+async def test_a_session_is_shown_and_exported_as_of_one_moment(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, looked_up: str
+) -> None:
+    """Whatever ends between two looks at the registry."""
+    await cluster.worker("a", Script())
+    client = cluster.client()
+    await client.until_nodes(1)
+    session_id = await client.new_session()
+    real = getattr(SqliteRegistry, looked_up)
+    answering = asyncio.Lock()
+
+    async def look_and_be_overtaken(self: SqliteRegistry, session_id: str) -> Any:
+        found = await real(self, session_id)
+        if not answering.locked():  # the turn itself looks things up as well
+            async with answering:
+                await all_of(client.generate(session_id))
+        return found
+
+    monkeypatch.setattr(SqliteRegistry, looked_up, look_and_be_overtaken)
+    got = await client.get(session_id)
+    assert got.session.n_turns == len(got.turns)
+    assert got.session.n_tokens == len(got.token_ids)
+    assert all(turn.placements for turn in got.turns)
+    exported = await client.stub.ExportSession(chat_pb2.ExportSessionRequest(session_id=session_id))
+    assert exported.session.epoch == len(exported.session.turns)
