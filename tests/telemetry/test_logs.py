@@ -60,7 +60,9 @@ async def test_each_task_and_each_thread_has_its_own_fields(written: io.StringIO
         log.info("placed")
 
     await asyncio.gather(turn("a"), turn("b"))
-    threading.Thread(target=lambda: log.info("of no turn")).start()
+    thread = threading.Thread(target=lambda: log.info("of no turn"))
+    thread.start()
+    thread.join()
     log.info("neither", extra={"session_id": "c", "node_id": ""})
     fields = [[line.get(name) for name in ("session_id", "turn_id", "epoch", "node_id")] for line in lines(written)]
     assert sorted(fields, key=str) == sorted(
