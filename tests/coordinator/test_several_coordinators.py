@@ -140,21 +140,22 @@ async def test_a_coordinator_that_was_taken_for_dead_lets_go_of_its_turn(
 ) -> None:
     a, b = (cluster.client() for cluster in pair)
     session = await a.new_session()
-    stream = a.generate(session, "Hi", max_tokens=150)
+    stream = a.generate(session, "Hi", max_tokens=500)
     first = await take_tokens(stream, 5)
     lease = pair[0].registry._lease
     lease._beating.cancel()  # it is cut off from etcd for longer than its lease
     await eventually(lambda: len(worker.requests) == 2)  # the other one's housekeeping takes the turn up
+    worker.script.token_seconds = 0.0  # both have gone on long enough beside each other
     lease._beating = asyncio.create_task(lease._run())
     more, error = await read_while_it_lasts(stream)
     first += ids_of(more)
     if error is not None:  # the other one was faster
         assert code_of(error) == "draining"
         first += ids_of(await resume_until_served(a, session, len(first)))
-    assert first == whole_answer(model, 150)
+    assert first == whole_answer(model, 500)
     assert ids_of(await all_of(b.resume(session))) == first
     turns = (await b.get(session)).turns
-    assert [(t.n_answer_tokens, t.state) for t in turns] == [(150, 3)]
+    assert [(t.n_answer_tokens, t.state) for t in turns] == [(500, 3)]
 
 
 async def test_a_turn_that_another_one_takes_while_it_is_cancelled_is_not_said_to_be_cancelled(

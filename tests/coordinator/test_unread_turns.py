@@ -30,18 +30,19 @@ async def test_a_turn_that_nobody_reads_ends_with_the_tokens_it_has(new_cluster:
 
 
 async def test_a_turn_that_is_read_now_and_then_goes_on(new_cluster: Callable[..., Any]) -> None:
-    cluster = await new_cluster(unread_limit=0.6)
-    await cluster.worker("a", Script(token_seconds=0.01))
+    cluster = await new_cluster(unread_limit=1.5)
+    worker = await cluster.worker("a", Script(token_seconds=0.01))
     client = cluster.client()
     await client.until_nodes(1)
     session = await client.new_session()
-    events = client.generate(session, "Hi", turn_id="t", max_tokens=150)
+    events = client.generate(session, "Hi", turn_id="t", max_tokens=4000)
     for _ in range(5):
         await take_tokens(events, 1)
         await events.aclose()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.4)  # in all longer than the limit, and each time far from it
         events = client.resume(session, "t")
-    assert len(ids_of(await all_of(events))) == 150
+    worker.script.token_seconds = 0.0
+    assert len(ids_of(await all_of(events))) == 4000
 
 
 async def test_a_turn_that_waits_for_a_node_is_kept_however_long(new_cluster: Callable[..., Any]) -> None:
@@ -51,6 +52,6 @@ async def test_a_turn_that_waits_for_a_node_is_kept_however_long(new_cluster: Ca
     waiting = asyncio.create_task(all_of(client.generate(session, "Hi", turn_id="t", max_tokens=5)))
     await asyncio.gather(waiting, return_exceptions=True)
     await asyncio.sleep(0.6)
-    await cluster.worker("a", Script(token_seconds=0.01))
+    await cluster.worker("a")
     await client.until_nodes(1)
     assert len(ids_of(await all_of(client.resume(session, "t")))) == 5
