@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 from cluster_kit import Client, Cluster, code_of, eventually, read_while_it_lasts
+from machine_noise import machine_noise
 from scripted_worker import Script
 
 from kvferry.proto.v1 import chat_pb2
@@ -32,13 +33,14 @@ async def test_26_clients_that_leave_and_cancel_leave_no_slot_no_task_and_no_fil
     await asyncio.sleep(0.5)
     n_tasks, n_files = n_tasks_now(), n_files_now()
     freed_s: list[float] = []
-    for _ in range(n_turns // N_AT_ONCE):
-        await asyncio.gather(*(one_turn(client, rng.uniform(0.0, 0.3)) for _ in range(N_AT_ONCE)))
-        began = time.monotonic()
-        await eventually(lambda: worker.n_running == 0)
-        freed_s.append(time.monotonic() - began)
+    with machine_noise() as noise:
+        for _ in range(n_turns // N_AT_ONCE):
+            await asyncio.gather(*(one_turn(client, rng.uniform(0.0, 0.3)) for _ in range(N_AT_ONCE)))
+            began = time.monotonic()
+            await eventually(lambda: worker.n_running == 0)
+            freed_s.append(time.monotonic() - began)
     freed_s.sort()
-    assert freed_s[len(freed_s) // 2] <= TOKEN_S + 0.1
+    assert freed_s[len(freed_s) // 2] <= TOKEN_S + 0.1 + 2 * noise[int(0.99 * (len(noise) - 1))]
     assert (await client.status()).n_open_turns == 0
     await eventually(lambda: n_tasks_now() <= n_tasks)
     await eventually(lambda: n_files_now() <= n_files)
