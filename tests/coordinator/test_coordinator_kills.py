@@ -14,7 +14,7 @@ from scripted_worker import scripted_answer
 from kvferry.coordinator.loaded_model import LoadedModel
 from kvferry.engine.text.model import ChatMessage
 
-N_STREAMS, N_TOKENS = 10, 40
+N_STREAMS, N_TOKENS = 10, 60
 
 
 @pytest.mark.parametrize("n_kills", [3, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
@@ -36,7 +36,7 @@ async def test_21_a_killed_coordinator_loses_no_token_that_a_client_has(
                 client.generate(session, text, max_tokens=N_TOKENS, seed=i)
                 for i, (session, text) in enumerate(zip(sessions, texts, strict=True))
             ]
-            firsts = await asyncio.gather(*(take_tokens(s, rng.randrange(1, N_TOKENS // 2)) for s in streams))
+            firsts = await asyncio.gather(*(take_tokens(s, rng.randrange(1, N_TOKENS // 3)) for s in streams))
             coordinator.send_signal(signal.SIGKILL)
             rests = await asyncio.gather(*(read_while_it_lasts(stream) for stream in streams))
             coordinator.wait()

@@ -103,7 +103,7 @@ async def test_a_coordinator_killed_with_sigkill_gives_the_same_stream_when_it_i
     try:
         await client.until_nodes(2)
         session = await client.new_session()
-        events = client.generate(session, "Hi", max_tokens=40, seed=2)
+        events = client.generate(session, "Hi", max_tokens=60, seed=2)
         await anext(events)  # started: the record is durable
         first = await take_tokens(events, n_before_kill)
         generation = (await client.status()).generation
@@ -115,8 +115,8 @@ async def test_a_coordinator_killed_with_sigkill_gives_the_same_stream_when_it_i
         processes.coordinator(address)
         rest = await resume_until_served(client, session, len(first))
         prompt = model.text.first_turn([ChatMessage("user", "Hi")])
-        assert first + ids_of(rest) == scripted_answer(prompt, 2, 40), processes.logs()
-        assert rest[-1].finished.n_answer_tokens == 40
+        assert first + ids_of(rest) == scripted_answer(prompt, 2, 60), processes.logs()
+        assert rest[-1].finished.n_answer_tokens == 60
         assert (await client.status()).generation == generation + 1
     finally:
         await client.channel.close()
