@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -112,7 +113,7 @@ def test_children_end_when_their_parent_is_gone(managed, tmp_path, number):
         child = psutil.Process(int(parent.stdout.readline()))
     parent.send_signal(number)
     parent.wait(10)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
@@ -160,6 +161,7 @@ def test_its_exit_code_is_passed_on(managed):
 
 
 def test_starting_again_leaves_no_file_open(managed):
+    gc.collect()  # what other tests left open may be closed at any moment
     n_open = psutil.Process().num_fds()
     for _ in range(3):
         managed.start()
@@ -167,7 +169,7 @@ def test_starting_again_leaves_no_file_open(managed):
         while managed.is_running:
             time.sleep(0.01)
     managed.wait_gone(10)
-    assert psutil.Process().num_fds() == n_open
+    assert psutil.Process().num_fds() <= n_open
 
 
 def test_a_port_that_is_taken_is_told_in_words_of_up(tmp_path):
