@@ -53,7 +53,7 @@ def test_after_a_power_cut_the_conversation_goes_on_from_the_store(model, contro
         with Client(cluster.address) as client:
             session = client.create_session("before")
             records = [hold_turn(session, turn).record for turn in turns[:2]]
-            for _ in range(200):
+            for _ in range(1000):
                 if client.status().n_snapshots >= 2:
                     break
                 threading.Event().wait(0.02)
