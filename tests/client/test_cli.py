@@ -30,7 +30,7 @@ async def kvferry(
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | env,
     )
-    out, err = await asyncio.wait_for(process.communicate(stdin.encode() if isinstance(stdin, str) else stdin), 30)
+    out, err = await asyncio.wait_for(process.communicate(stdin.encode() if isinstance(stdin, str) else stdin), 120)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 

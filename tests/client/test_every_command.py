@@ -26,7 +26,7 @@ WITHOUT_JSON = {
 def kvferry_says(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvferry.client.cli", *arguments],
-        input=stdin, capture_output=True, text=True, timeout=60, check=False, env=os.environ | env,
+        input=stdin, capture_output=True, text=True, timeout=120, check=False, env=os.environ | env,
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ async def test_bash_completes(coordinator, env, tmp_path, line, among):
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env=os.environ | env | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(), 30)
+    out, err = await asyncio.wait_for(process.communicate(), 120)
     assert among <= set(out.decode().split()), (out, err)
     assert err == b""
 
@@ -196,7 +196,7 @@ def test_no_color_is_honoured_on_terminals():
 
     def of_a_terminal(**env: str) -> bytes:
         ours, its = pty.openpty()
-        command = [sys.executable, "-m", "kvferry.client.cli", "chat", "-m", "x", "--patience", "0.2"]
+        command = [sys.executable, "-m", "kvferry.client.cli", "chat", "-m", "x", "--patience", "1"]
         env["KVFERRY_COORDINATOR"] = "127.0.0.1:1"  # that it is away is told in a dim colour
         subprocess.run(command, stdout=its, stderr=its, env=os.environ | env, timeout=60, check=False)
         os.close(its)

@@ -89,7 +89,7 @@ async def test_it_says_that_the_coordinator_went_away_and_goes_on_when_it_is_bac
             screen.press(key)
         else:
             process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
             screen.read()

@@ -321,8 +321,8 @@ async def test_the_latest_turn_can_be_read_without_knowing_its_name(coordinator)
 
 
 async def until(condition) -> None:
-    for _ in range(500):
+    for _ in range(2000):
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true within five seconds")
+    raise AssertionError("it did not come true within twenty seconds")

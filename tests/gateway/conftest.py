@@ -19,7 +19,7 @@ from kvferry.client import Client
 from kvferry.drills.cluster import ClusterOptions, LocalCluster
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 
-START_SECONDS = 20
+START_SECONDS = 60
 
 
 @pytest.fixture(scope="session")

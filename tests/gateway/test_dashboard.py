@@ -29,7 +29,7 @@ HOSTILE = "<img src=x onerror=\"document.title='broken into'\">"
 
 @pytest.fixture(scope="module")
 def http(local: LocalCluster) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://{local.http_address}") as client:
+    with httpx.Client(base_url=f"http://{local.http_address}", timeout=30) as client:
         yield client
 
 
@@ -59,7 +59,7 @@ def test_files_beside_the_page_are_not_served(http):
 
 
 def test_a_gateway_that_may_not_kill_does_not(cluster, base_url):
-    response = httpx.post(f"{base_url}/dashboard/nodes/node-1/kill")
+    response = httpx.post(f"{base_url}/dashboard/nodes/node-1/kill", timeout=30)
     assert response.status_code == 403
     assert "kvferry up" in response.json()["error"]["message"]
     assert all(process.is_running for process in cluster.nodes.values())
