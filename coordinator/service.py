@@ -21,6 +21,7 @@ from kvferry.coordinator.registry import Registry, SessionRecord, TurnRecord, to
 from kvferry.coordinator.samples import Key, merged, sample_keys
 from kvferry.coordinator.snapshots import SnapshotView
 from kvferry.coordinator.stored_prefixes import list_snapshots, stored_rows
+from kvferry.coordinator.tasks import to_its_end
 from kvferry.coordinator.tenants import Sharing
 from kvferry.coordinator.transfer import exported, imported
 from kvferry.coordinator.turn import Phase
@@ -93,20 +94,22 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
         if n_turns is not None and n_tokens is not None:
             raise BadRequest("n_turns and n_tokens both say where the fork begins: give one of them")
         new_session = self._new_session(request.new_session_id, self.models.default)  # it gets its parent's
-        fork = await self.turns.fork_session(session_id, new_session, n_turns, n_tokens)
+        fork = await to_its_end(self.turns.fork_session(session_id, new_session, n_turns, n_tokens), "fork session")
         return chat_pb2.ForkSessionResponse(session=self._session(fork))
 
     @unary
     async def DeleteSession(
         self, request: chat_pb2.DeleteSessionRequest, context: Context
     ) -> chat_pb2.DeleteSessionResponse:
-        session_id = await self._owned(request.session_id)
+        await to_its_end(self._delete(await self._owned(request.session_id)), "delete session")
+        return chat_pb2.DeleteSessionResponse()
+
+    async def _delete(self, session_id: str) -> None:
         try:
             await self.turns.delete_session(session_id)
         except TurnElsewhere as e:
             await self.peers.cancel(e, session_id, "")
             await self.turns.delete_session(session_id)
-        return chat_pb2.DeleteSessionResponse()
 
     @unary
     async def ExportSession(
@@ -126,7 +129,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
             imported, carried, model, request.session_id or carried.session_id, self.wall_ms()
         )
         record = dataclasses.replace(record, tenant=calling().tenant or record.tenant)
-        made = await self.registry.import_session(record, turns, pixels)
+        made = await to_its_end(self.registry.import_session(record, turns, pixels), "import session")
         return chat_pb2.ImportSessionResponse(session=self._session(made))
 
     @streaming
@@ -135,8 +138,7 @@ class ChatService(chat_pb2_grpc.ChatServiceServicer):
     ) -> AsyncIterator[chat_pb2.GenerateResponse]:
         asked = before(await checked(request), context.time_remaining())
         await self.ownership.check(asked.session_id)
-        # Not the caller's to cancel: a turn that runs counts as his, whether he waits for it or not.
-        key = await asyncio.shield(asyncio.create_task(self._begin(asked), name="begin turn"))
+        key = await to_its_end(self._begin(asked), "begin turn")  # one that runs counts, whether he waits or not
         if asked.n_samples == 1:
             async with contextlib.aclosing(self._events(key, from_index=0)) as events:
                 async for event in events:

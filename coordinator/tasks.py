@@ -1,10 +1,13 @@
-"""Three small tools for tasks: a bell that wakes many, a wait for the first of several, and tasks nobody waits for."""
+"""Small tools for tasks: a bell that wakes many, a wait for the first of several, work that is done whole, and tasks
+nobody waits for."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Bell:
@@ -49,6 +52,11 @@ async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
+
+
+async def to_its_end(work: Coroutine[Any, Any, T], name: str) -> T:
+    """Not the caller's to cancel: what has begun is done whole, even when whoever asked for it is gone."""
+    return await asyncio.shield(asyncio.create_task(work, name=name))
 
 
 class Background:

@@ -32,6 +32,7 @@ from kvferry.coordinator.replaying import Replays
 from kvferry.coordinator.requests import TurnRequest
 from kvferry.coordinator.samples import Key, n_kept_before, sample_fork, sample_keys, sample_record
 from kvferry.coordinator.surroundings import Surroundings
+from kvferry.coordinator.tasks import to_its_end
 from kvferry.coordinator.tenants import ALONE, Sharing
 from kvferry.coordinator.turn import Phase, Turn, TurnPolicy
 from kvferry.coordinator.turn_runner import TurnRunner
@@ -99,8 +100,7 @@ class Turns:
         """
         if self._stopping.is_set():
             raise stopping()
-        # Not the caller's to cancel: a turn that became durable runs, even when whoever asked for it is gone.
-        return await asyncio.shield(asyncio.create_task(self._begin(request), name="begin turn"))
+        return await to_its_end(self._begin(request), "begin turn")  # one that became durable runs
 
     async def _begin(self, request: TurnRequest) -> Key:
         async with self._session_lock(request.session_id):

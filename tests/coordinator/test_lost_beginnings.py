@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,15 +14,18 @@ from cluster_kit import (
     Cluster,
     all_of,
     code_of,
+    eventually,
     ids_of,
     read_while_it_lasts,
     resume_until_served,
     take_tokens,
     until,
 )
+from etcd_cluster import EtcdCluster
 from scripted_worker import Script
 
 from kvferry.coordinator.errors import RegistryUnavailable
+from kvferry.coordinator.etcd.new_sessions import NewSessions
 from kvferry.coordinator.sqlite_registry import SqliteRegistry
 from kvferry.proto.v1 import chat_pb2
 
@@ -130,3 +135,61 @@ async def test_a_registry_that_fails_for_a_while_is_logged_once_and_told_to_who_
     told = [record.getMessage() for record in caplog.records if "disk I/O error" in record.getMessage()]
     assert len(told) == 1
     assert "trying on: the registry failed: disk I/O error" in told[0]
+
+
+class Leaves:
+    """Makes a method wait, once it has had its effect or before, until the client that asked for it is gone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, *, effect_first: bool) -> None:
+        real, self._begun, self._go_on = getattr(owner, method), asyncio.Event(), asyncio.Event()
+
+        async def slow(*what: Any) -> Any:
+            done = await real(*what) if effect_first else None
+            self._begun.set()
+            await self._go_on.wait()
+            return done if effect_first else await real(*what)
+
+        monkeypatch.setattr(owner, method, slow)
+
+    async def amid(self, call: Coroutine[Any, Any, Any]) -> None:
+        asking = asyncio.ensure_future(call)
+        await self._begun.wait()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.sleep(0.1)  # the coordinator hears that the client is gone
+        self._go_on.set()
+
+
+async def test_a_session_whose_client_leaves_while_it_is_deleted_is_forgotten_by_nodes_too(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await cluster.worker("a", Script())
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    await all_of(client.generate(session))
+    await Leaves(monkeypatch, SqliteRegistry, "delete_session", effect_first=True).amid(client.delete(session))
+    await eventually(lambda: session in worker.dropped)
+
+
+async def test_a_fork_whose_client_leaves_while_it_is_made_is_made_and_leaves_no_part_of_itself(
+    new_cluster: Callable[..., Any], etcd: EtcdCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster: Cluster = await new_cluster(registry=f"{etcd.url}/{tmp_path.name}")
+    await cluster.worker("a", Script())
+    client = cluster.client()
+    await client.until_nodes(1)
+    await all_of(client.generate(await client.new_session("s")))
+    request = chat_pb2.ForkSessionRequest(session_id="s", new_session_id="fork")
+
+    async def fork() -> None:
+        await client.stub.ForkSession(request)
+
+    await Leaves(monkeypatch, NewSessions, "_put", effect_first=False).amid(fork())
+
+    async def is_made() -> bool:
+        found = await client.stub.ListSessions(chat_pb2.ListSessionsRequest())
+        return {session.session_id for session in found.sessions} == {"s", "fork"}
+
+    await until(is_made)
+    assert len((await client.get("fork")).turns) == 1
