@@ -132,6 +132,7 @@ def write_pack(path: Path, file: ModelFile, spec: PackSpec, progress: Progress =
         os.posix_fallocate(out.fileno(), 0, spec.n_file_bytes)
         sink = _FileSink(out.fileno(), spec)
         pack_pieces(file, spec.plan, sink, progress)
+        file.check_unchanged()  # or what was packed is not what the source's digest says
         digests = sink.digests.tobytes()
         _write(out.fileno(), spec.head, 0)
         _write(out.fileno(), digests + _seal(spec.head, digests), spec.digests_at)

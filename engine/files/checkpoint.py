@@ -16,7 +16,7 @@ from kvferry.engine.errors import ModelInvalid, UnsupportedArchitecture
 from kvferry.engine.files.checkpoint_config import read_checkpoint_config
 from kvferry.engine.files.fields import JSON_BYTES_MAX, read_json
 from kvferry.engine.files.gguf_header import HeaderDamaged
-from kvferry.engine.files.model_file import ModelFile, map_file
+from kvferry.engine.files.model_file import ModelFile, file_state, map_file
 from kvferry.engine.files.safetensors_header import read_safetensors_header
 from kvferry.engine.files.tensor_names import checkpoint_name, fused_experts_names, model_shapes, vision_shapes
 from kvferry.engine.files.tensors import Columns, StoredRows, Tensor
@@ -71,6 +71,7 @@ def open_checkpoint(folder: Path) -> ModelFile:
         )
     config = read_checkpoint_config(folder)
     paths = weight_files(folder)
+    opened_as = tuple(map(file_state, paths))
     stored = read_stored(folder, paths)
     shapes = model_shapes(config)
     if config.vision is not None:
@@ -88,7 +89,7 @@ def open_checkpoint(folder: Path) -> ModelFile:
         tensors[name] = stored[theirs].as_rows(shape)
         used.add(theirs)
     _refuse_unknown(folder, config, stored, used)
-    return ModelFile(folder, config, tensors, tuple(paths))
+    return ModelFile(folder, config, tensors, tuple(paths), opened_as)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from kvferry.engine.errors import ModelInvalid, UnsupportedArchitecture
 from kvferry.engine.files.dequantize import KINDS
 from kvferry.engine.files.gguf_config import read_vision_config
 from kvferry.engine.files.gguf_file import GgufFile, GgufTensor, open_gguf
-from kvferry.engine.files.model_file import ModelFile
+from kvferry.engine.files.model_file import ModelFile, file_state
 from kvferry.engine.files.tensor_names import gguf_name, gguf_vision_name, model_shapes, vision_shapes
 from kvferry.engine.files.tensors import FramePatches, PairedRows, StoredRows, Tensor
 
@@ -21,6 +21,7 @@ MMPROJ_PATTERN: Final = "*mmproj*.gguf"
 
 def open_gguf_model(path: Path, vision_path: Path | None = None) -> ModelFile:
     """Open a GGUF file; see ``open_model`` for what is checked and raised."""
+    opened_as = [file_state(path)]
     file = open_gguf(path)
     config = file.config
     tensors: dict[str, Tensor] = {}
@@ -34,10 +35,11 @@ def open_gguf_model(path: Path, vision_path: Path | None = None) -> ModelFile:
     if config.mrope_section is not None:
         vision_path = vision_path or _mmproj_beside(path)
     if vision_path is not None:
+        opened_as.append(file_state(vision_path))
         config, found = _open_vision(vision_path, file, config)
         tensors |= found
         files.append(vision_path)
-    return ModelFile(path, config, tensors, tuple(files))
+    return ModelFile(path, config, tensors, tuple(files), tuple(opened_as))
 
 
 def _tensor(file: GgufFile, config: ModelConfig, name: str, theirs: str, shape: tuple[int, int]) -> Tensor:

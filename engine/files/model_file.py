@@ -27,26 +27,53 @@ class ModelFile:
 
     ``tensors``: by the names of ``tensor_names.py``, each with the shape that ``config`` asks for. q and k rows are in
     the order in which rope turns (i, i + head_dim/2), whatever ``config.rope_adjacent_pairs`` says of the file.
-    ``weight_files``: the files whose bytes are the weights, in order.
+    ``weight_files``: the files whose bytes are the weights, in order, and ``opened_as`` what each was before it was
+    mapped.
     """
 
     path: Path
     config: ModelConfig
     tensors: Mapping[str, Tensor] = field(repr=False)
     weight_files: tuple[Path, ...]
+    opened_as: tuple[FileState | None, ...] = field(default=(), repr=False)
 
     def weights_sha256(self) -> str:
         """A digest of all weight files: of one file, its SHA-256; of several, that of their SHA-256s in order.
 
-        Every byte is read. Raises OSError.
+        Every byte is read. Raises OSError, ModelInvalid as ``check_unchanged``.
         """
         with ThreadPoolExecutor(_HASHERS) as pool:
-            return _joined(list(pool.map(hashed_sha256, self.weight_files)))
+            digests = list(pool.map(hashed_sha256, self.weight_files))
+        self.check_unchanged()
+        return _joined(digests)
 
     def known_weights_sha256(self) -> str | None:
-        """The same without reading, if it is remembered of these very files."""
+        """The same without reading, if it is remembered of these very files. Raises ModelInvalid."""
         known = [digest for digest in map(remembered_sha256, self.weight_files) if digest is not None]
+        self.check_unchanged()
         return _joined(known) if len(known) == len(self.weight_files) else None
+
+    def check_unchanged(self) -> None:
+        """Raises ModelInvalid when a weight file is not what it was when it was opened: its digest, which is asked for
+        by its path, would be that of other bytes than those that are mapped."""
+        for path, opened in zip(self.weight_files, self.opened_as, strict=False):
+            if file_state(path) != opened:
+                raise ModelInvalid(
+                    f"{path} was replaced or written to while it was read: start again when that is done"
+                )
+
+
+FileState = tuple[int, int, int, int]
+"""Device, inode, bytes, and when they were written last."""
+
+
+def file_state(path: Path) -> FileState | None:
+    """None for a file that cannot be looked at; whoever opens it says why."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _joined(digests: list[str]) -> str:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from tests.engine.engine.tiny_models import SHAPES, write_model
 
+from kvferry.engine import packed_file as packed_file_module
 from kvferry.engine import weights as weights_module
 from kvferry.engine.commands.models import models
 from kvferry.engine.engine import Chunk, Engine, EngineOptions
@@ -206,6 +207,32 @@ def test_a_changed_source_is_packed_anew(model: Path) -> None:
     assert before[0] != after[0]
     assert before[1] != after[1]
     assert len(list(packs_folder().glob("*.kvfpack"))) == 2
+
+
+@pytest.mark.parametrize("want", ["mmap", "memory", "auto"])
+def test_a_source_that_is_replaced_while_it_is_opened_lends_its_name_to_no_other_weights(
+    model: Path, want: str
+) -> None:
+    """Under its digest the other one's rows would be saved, and at every later start its weights be read."""
+    file = open_model(model)
+    write_model(model.with_name("other.gguf"), SHAPES["small heads, untied"], seed=7)
+    model.with_name("other.gguf").replace(model)
+    with pytest.raises(ModelInvalid, match="was replaced or written to"):
+        load_weights(file, quant="q8", context_length=64, want=want)
+    assert not list(packs_folder().glob("*.kvfpack"))
+
+
+def test_a_source_that_is_written_to_while_it_is_packed_leaves_no_file(model: Path, monkeypatch) -> None:
+    pack_pieces = packed_file_module.pack_pieces
+
+    def pack_and_be_overtaken(*what: object) -> None:
+        pack_pieces(*what)
+        write_model(model, SHAPES["small heads, untied"], seed=7)
+
+    monkeypatch.setattr(packed_file_module, "pack_pieces", pack_and_be_overtaken)
+    with pytest.raises(ModelInvalid, match="was replaced or written to"):
+        load_weights(open_model(model), quant="q8", context_length=64, want="mmap")
+    assert not list(packs_folder().glob("*.kvfpack"))
 
 
 def test_weights_that_no_block_holds_leave_no_file(tmp_path: Path, recorded, cache: Path) -> None:
