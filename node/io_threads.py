@@ -85,6 +85,7 @@ class IoThreads:
         self._read_error = NOT_OPEN
         self._write_error = NOT_OPEN
         self.store_id = ""  # until the store has told
+        self._is_prepared = False  # what crashes left is gone, and the store has told its id
         self._seal_name = ""
         self._looked_after_at = time.monotonic()
         self._full: StoreFull | None = None  # what the last save met
@@ -182,7 +183,7 @@ class IoThreads:
         """See whether the store can be written to, and look after it while there is nothing else to do."""
         if self._stores is None:
             return
-        if not (self._write_error or self._read_error):
+        if self._is_prepared and not (self._write_error or self._read_error):  # a save may have found it back first
             self._look_after(self._stores)
             return
         store = self._stores.common
@@ -192,6 +193,7 @@ class IoThreads:
                 self.store_id = store.identify()
                 store.refresh()
                 self._stores.unprepare()
+                self._is_prepared = True
                 if self._full is None or self._has_room(store, self._full):
                     self._write_error, self._full = "", None
             except StoreError as error:
