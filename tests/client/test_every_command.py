@@ -138,59 +138,6 @@ def test_json_is_one_document_whatever_is_shown():
         json.loads(said.stdout)
 
 
-COMPLETE = """
-eval "$(kvferry completion bash)"
-complete_line() {{ COMP_LINE="$1"; read -ra COMP_WORDS <<< "$1"; [[ "$1" == *" " ]] && COMP_WORDS+=("")
-  COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); COMP_POINT=${{#1}}; _kvferry_completion kvferry
-  printf '%s\\n' "${{COMPREPLY[@]}}"; }}
-complete_line '{line}'
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "among"),
-    [
-        ("kvferry se", {"sessions"}),
-        ("kvferry sessions ", {"list", "show"}),
-        ("kvferry nodes --j", {"--json"}),
-        ("kvferry models inspect smol", {"smollm2-135m"}),
-        ("kvferry drill explain fr", {"freeze"}),
-        ("kvferry sessions show my-s", {"my-session"}),
-    ],
-)
-async def test_bash_completes(coordinator, env, tmp_path, line, among):
-    import asyncio
-
-    from kvferry.proto.v1 import chat_pb2
-
-    coordinator.sessions["my-session"] = chat_pb2.Session(session_id="my-session")
-    program = tmp_path / "kvferry"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvferry.client.cli "$@"\n')
-    program.chmod(0o755)
-    process = await asyncio.create_subprocess_exec(
-        "bash", "--norc", "-c", COMPLETE.format(line=line),
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env=os.environ | env | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(), 120)
-    assert among <= set(out.decode().split()), (out, err)
-    assert err == b""
-
-
-def test_completing_is_silent_when_the_coordinator_is_away():
-    said = kvferry_says(
-        _KVFERRY_COMPLETE="bash_complete", COMP_WORDS="kvferry sessions show ", COMP_CWORD="3",
-        KVFERRY_COORDINATOR="127.0.0.1:1",
-    )  # fmt: skip
-    assert (said.returncode, said.stdout.strip(), said.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script_too(shell):
-    said = kvferry_says("completion", shell)
-    assert (said.returncode, "_KVFERRY_COMPLETE" in said.stdout) == (0, True)
-
-
 def test_no_color_is_honoured_on_terminals():
     import pty
 
