@@ -135,6 +135,8 @@ class TurnRunner:
                 choice, epoch = self._begun or await self._place()
                 self._begun = None
                 await self._follow(choice, epoch)
+            if self._begun is not None:  # cancelled before that
+                self.turn.epoch = self._begun[1]
         except TAKEN_OVER:
             raise
         except Exception:

@@ -27,7 +27,9 @@ from scripted_worker import Script
 from kvferry.coordinator.errors import RegistryUnavailable
 from kvferry.coordinator.etcd.new_sessions import NewSessions
 from kvferry.coordinator.sqlite_registry import SqliteRegistry
-from kvferry.proto.v1 import chat_pb2
+from kvferry.coordinator.turn_runner import TurnRunner
+from kvferry.coordinator.turns import Turns
+from kvferry.proto.v1 import chat_pb2, common_pb2
 
 
 async def test_a_client_that_leaves_while_its_turn_becomes_durable_leaves_a_turn_that_runs(
@@ -193,3 +195,24 @@ async def test_a_fork_whose_client_leaves_while_it_is_made_is_made_and_leaves_no
 
     await until(is_made)
     assert len((await client.get("fork")).turns) == 1
+
+
+async def test_a_turn_that_is_cancelled_before_its_first_step_ends_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was placed as it became durable, and nobody had told the node."""
+    worker = await cluster.worker("a", Script())
+    client = cluster.client()
+    await client.until_nodes(1)
+    session = await client.new_session()
+    start = Turns._start
+
+    def start_and_cancel(self: Turns, runner: TurnRunner) -> None:
+        start(self, runner)
+        runner.cancel()
+
+    monkeypatch.setattr(Turns, "_start", start_and_cancel)
+    *_, last = await all_of(client.generate(session))
+    assert last.finished.reason == common_pb2.FINISH_REASON_CANCELLED
+    assert (await client.get(session)).session.open_turn_id == ""
+    assert not worker.requests
