@@ -1,6 +1,6 @@
 """What the coordinator remembers for ever, as a contract that any registry keeps (SQLite, etcd).
 
-Rules that every implementation obeys, and that ``tests/coordinator/test_registry.py`` holds against each of them:
+Rules that every implementation obeys, and that ``tests/coordinator/test_registry*.py`` hold against each of them:
 
 - A method that returns has made its effect durable. A method that raises has had no effect, but for
   RegistryUnavailable, after which the effect may be there or not: whoever asks again finds out.

@@ -13,8 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # cluster_kit.py, and scripted_w
 
 from cluster_kit import Cluster, Processes
 from etcd_cluster import BINARY, WHY_NOT, EtcdCluster
+from registry_kit import Open, open_memory, open_sqlite
 
+from kvferry.coordinator.etcd.registry import EtcdRegistry
 from kvferry.coordinator.loaded_model import LoadedModel
+from kvferry.coordinator.registry import Registry
 from kvferry.coordinator.snapshots import SnapshotView
 from kvferry.store.place import StorePlace
 
@@ -31,6 +34,36 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
         pytest.skip(WHY_NOT)
     with EtcdCluster(tmp_path_factory.mktemp("etcd")) as cluster:
         yield cluster
+
+
+@pytest.fixture(params=["sqlite", "memory", "etcd"])
+async def open_registry(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
+    opened: list[Registry] = []
+    # asked for only where it is needed: where etcd is not installed, its tests alone are skipped
+    members = request.getfixturevalue("etcd").endpoints if request.param == "etcd" else []
+
+    async def open_one() -> Registry:
+        match request.param:
+            case "sqlite":
+                return await open_sqlite(tmp_path)
+            case "memory":
+                return await open_memory(tmp_path)
+        return await EtcdRegistry(members, prefix=tmp_path.name).open("c1")
+
+    async def open_again() -> Registry:
+        for registry in opened:
+            await registry.close()
+        opened[:] = [await open_one()]
+        return opened[0]
+
+    yield open_again
+    for registry in opened:
+        await registry.close()
+
+
+@pytest.fixture
+async def registry(open_registry: Open) -> Registry:
+    return await open_registry()
 
 
 @pytest.fixture

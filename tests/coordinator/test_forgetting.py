@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster_kit import Cluster, all_of, code_of, eventually, ids_of, read_while_it_lasts
+from registry_kit import outcome, session, turn
 from scripted_worker import Script
-from test_registry import outcome, session, turn
 from test_snapshots import FINGERPRINT, GEOMETRY, VOCABULARY, Zeros
 
 from kvferry.coordinator import server

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster_kit import until
-from test_registry import finish, outcome, plain, session, shown, turn
+from registry_kit import finish, outcome, plain, session, shown, turn
 
 from kvferry.coordinator.errors import (
     CannotStart,

@@ -13,9 +13,9 @@ import grpc
 import grpc.aio
 import pytest
 from cluster_kit import Client, Cluster, Processes, all_of, code_of, eventually, ids_of
+from registry_kit import outcome, turn
+from registry_kit import session as session_record
 from test_images import picture
-from test_registry import outcome, turn
-from test_registry import session as session_record
 
 from kvferry.coordinator.errors import BadRequest
 from kvferry.coordinator.loaded_model import LoadedModel
