@@ -23,6 +23,9 @@ from kvferry.engine.text.messages import Tool
 QUICK_CHARACTERS: Final = 1_000
 """New text and tokens of history together: about 0.5 ms on a server's core, 3 ms on a small board's."""
 
+LARGE_CHARACTERS: Final = 1_000_000
+"""While a text is tokenised it takes 120 times its size, so one of these 120 MB."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
@@ -42,8 +45,8 @@ class Preparation:
     model: TextSide
     check_grammar: Callable[[str], None]
     reader: PictureReader
-    # Images are looked at one turn at a time: a large one takes hundreds of megabytes while it is decoded.
-    _looking: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(1))
+    # Images and large texts are worked on one turn at a time: each takes hundreds of megabytes meanwhile.
+    _large: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def prepare(
         self, in_thread: InThread, request: TurnRequest, turns: Sequence[TurnRecord], history: History
@@ -51,7 +54,8 @@ class Preparation:
         """The same, away from the loop unless it is done before a thread has woken."""
         if is_quick(request, turns, history):
             return self(request, turns, history)
-        async with self._looking if request.images else contextlib.nullcontext():
+        is_large = bool(request.images) or n_characters(request) > LARGE_CHARACTERS
+        async with self._large if is_large else contextlib.nullcontext():
             return await in_thread(lambda: self(request, turns, history))
 
     def __call__(self, request: TurnRequest, turns: Sequence[TurnRecord], history: History) -> Prepared:
@@ -97,10 +101,15 @@ def is_quick(request: TurnRequest, turns: Sequence[TurnRecord], history: History
         return False
     if any(turn.form.tools for turn in turns):
         return False
+    return n_characters(request) + len(history.token_ids) <= QUICK_CHARACTERS
+
+
+def n_characters(request: TurnRequest) -> int:
+    """Of a turn's new text; a token that is given as such counts as one."""
     n_new = sum(len(message.content) + len(message.reasoning or "") for message in request.messages)
     if request.raw_prompt is not None:
         n_new += len(request.raw_prompt.text) + len(request.raw_prompt.token_ids)
-    return n_new + len(history.token_ids) <= QUICK_CHARACTERS
+    return n_new
 
 
 def session_tools(turns: Sequence[TurnRecord], asked: FormRequest) -> tuple[Tool, ...]:
