@@ -35,7 +35,10 @@ class Counting:
 def request(text: str, *, raw: bool) -> TurnRequest:
     messages = () if raw else (Message("user", text),)
     prompt = RawPrompt(text) if raw else None
-    return TurnRequest("s", "", messages, SAMPLING_DEFAULTS, max_tokens=1, stop=(), raw_prompt=prompt)
+    return TurnRequest(
+        session_id="s", turn_id="", messages=messages, sampling=SAMPLING_DEFAULTS, max_tokens=1, stop=(),
+        raw_prompt=prompt,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["messages", "raw prompt"])
