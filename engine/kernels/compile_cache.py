@@ -205,8 +205,12 @@ class _Found(NamedTuple):
 
 def _look(root: Path, manifest_path: Path) -> _Found:
     """Compare every published file with what it was when it was published."""
-    if not os.path.lexists(manifest_path):
+    try:
+        manifest_path.lstat()
+    except FileNotFoundError:
         return _Found(None)  # nothing was
+    except OSError as error:
+        return _Found(None, f"{manifest_path.name} cannot be looked at: {error}")
     try:
         _check_folder(root)
         _check_owner(manifest_path)

@@ -122,6 +122,21 @@ def test_another_users_folder_is_neither_used_nor_written(root, child):
     assert sorted(path.name for path in root.iterdir()) == sorted([first.folder.name, "key.json", "key.lock"])
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
+def test_a_folder_that_cannot_be_looked_into_is_told_of(root, child):
+    CompileCache(root, "key")
+    n_before = compile_cache.n_damaged()
+    os.seteuid(12345)
+    try:
+        alone = CompileCache(root, "key")
+    finally:
+        os.seteuid(0)
+    assert not alone.is_warm
+    assert "Permission denied" in alone.damage
+    assert compile_cache.n_damaged() == n_before + 1
+    assert child == [3]
+
+
 def test_another_keys_damage_does_not_matter(root, child):
     root.mkdir()
     (root / "another.json").write_bytes(b"{")
