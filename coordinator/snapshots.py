@@ -272,14 +272,9 @@ class SnapshotView:
             logger.warning("the snapshot store cannot be listed, routing goes on without news of it: %s", e)
 
     def _take_in(self, key: Key, store: SnapshotStore, name: str) -> None:
-        if look_at(store, name) and (file := store.file(name)) is not None:
-            self._files.setdefault(key, {})[name] = file
-
-
-def look_at(store: SnapshotStore, name: str) -> bool:
-    """Take one announced snapshot into the index; says whether it is there now."""
-    try:
-        return store.announce(name)
-    except StoreError as e:
-        logger.warning("announced snapshot %s is not used: %s", name, e)
-        return False
+        """One announced snapshot; after a failure the next look at the directory finds it."""
+        try:
+            if store.announce(name) and (file := store.file(name)) is not None:
+                self._files.setdefault(key, {})[name] = file
+        except StoreError as e:
+            logger.warning("announced snapshot %s is not used: %s", name, e)

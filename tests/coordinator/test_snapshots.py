@@ -6,12 +6,14 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from kvferry.coordinator import snapshots
 from kvferry.coordinator.snapshots import MAX_TENANTS, MAX_WAITING_JOBS, SnapshotView
+from kvferry.store.errors import StoreUnavailable
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.place import StorePlace
 from kvferry.store.snapshot_store import SnapshotStore
@@ -161,3 +163,18 @@ def test_a_store_is_identified_though_it_could_not_be_asked_at_first(tmp_path: P
         time.sleep(0.01)
     assert view.which_store().store_id == "c" * 32
     view.stop()
+
+
+def test_a_store_that_fails_between_two_looks_at_a_file_is_looked_at_again(
+    view: SnapshotView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view.watch(FINGERPRINT, GEOMETRY, VOCABULARY)
+    drained(view)
+    with monkeypatch.context() as broken:
+        away = StoreUnavailable("it does not answer", op="look at", path=tmp_path)
+        broken.setattr(SnapshotStore, "file", Mock(side_effect=away))
+        view.announce(FINGERPRINT, [publish(tmp_path, 40)])
+        drained(view)
+    view.announce(FINGERPRINT, [publish(tmp_path, 60)])
+    drained(view)
+    assert view.longest_prefixes(range(100)) == {FINGERPRINT: 60}
