@@ -9,7 +9,8 @@ import pytest
 from cluster_kit import Client, Processes, all_of, ids_of
 from free_ports import free_port
 from machine_noise import machine_noise
-from test_metrics import scrape
+
+from .test_metrics import scrape
 
 pytestmark = pytest.mark.alone  # its times are promises
 
