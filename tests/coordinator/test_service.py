@@ -377,13 +377,11 @@ async def test_bytes_that_are_no_message_are_the_callers_mistake(cluster: Cluste
 async def test_a_session_is_shown_and_exported_as_of_one_moment(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, looked_up: str
 ) -> None:
-    """Whatever ends between two looks at the registry."""
     await cluster.worker("a", Script())
     client = cluster.client()
     await client.until_nodes(1)
     session_id = await client.new_session()
-    real = getattr(SqliteRegistry, looked_up)
-    answering = asyncio.Lock()
+    real, answering = getattr(SqliteRegistry, looked_up), asyncio.Lock()
 
     async def look_and_be_overtaken(self: SqliteRegistry, session_id: str) -> Any:
         found = await real(self, session_id)
