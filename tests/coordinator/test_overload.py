@@ -92,6 +92,16 @@ async def test_25_a_crowd_that_keeps_coming_slows_nobody_who_was_let_in(
             await asyncio.sleep(0.005)
             lags_s.append(time.monotonic() - due)
 
+    async def short_calls(n: int) -> list[float]:
+        """What the shortest call takes here when so many come in the same moment."""
+
+        async def one() -> float:
+            began = time.monotonic()
+            await client.status()
+            return time.monotonic() - began
+
+        return [took for _ in range(5) for took in await asyncio.gather(*(one() for _ in range(n)))]
+
     async def crowd(n: int) -> list[float]:
         served_s: list[float] = []
         sessions = [await client.new_session() for _ in range(n)]
@@ -103,6 +113,7 @@ async def test_25_a_crowd_that_keeps_coming_slows_nobody_who_was_let_in(
         await client.until_nodes(1)
         alone = await crowd(6)
         assert not refused_s
+        short_s = await short_calls(80)
         rss = psutil.Process(coordinator.pid).memory_info().rss
         watching = asyncio.create_task(late())
         beside = await crowd(80)
@@ -113,10 +124,10 @@ async def test_25_a_crowd_that_keeps_coming_slows_nobody_who_was_let_in(
     figures = (
         f"{len(refused_s)} refused, p99 {p99(refused_s) * 1e3:.0f} ms; {len(beside)} served, p99 {p99(beside):.2f} s, "
         f"{p99(alone):.2f} s for those who were alone; {grown / 2**20:.1f} MiB; "
-        f"this process itself was {p99(lags_s) * 1e3:.0f} ms late"
+        f"this process itself was {p99(lags_s) * 1e3:.0f} ms late, and 80 short calls took {p99(short_s) * 1e3:.0f} ms"
     )
     print(figures)
     assert len(refused_s) > 5 * len(beside), figures
-    assert p99(refused_s) <= 0.1 + 4 * p99(lags_s), figures
+    assert p99(refused_s) <= 0.1 + 4 * p99(lags_s) + p99(short_s), figures
     assert p99(beside) <= 1.2 * p99(alone) + 20 * p99(lags_s), figures  # one for each token
     assert grown <= 50 * 2**20, figures
