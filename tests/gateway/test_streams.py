@@ -36,8 +36,8 @@ def read_events(response: httpx.Response, at_most: int = 10**6) -> list[tuple[st
     return events
 
 
-def post(base_url: str, at_most: int = 10**6, path: str = "/v1/chat/completions", **headers: str):
-    with httpx.stream("POST", f"{base_url}{path}", json=BODY, headers=headers, timeout=60) as response:
+def post(base_url: str, at_most: int = 10**6, body: dict = BODY, **headers: str):
+    with httpx.stream("POST", f"{base_url}/v1/chat/completions", json=body, headers=headers, timeout=60) as response:
         assert response.status_code == 200
         return read_events(response, at_most)
 
@@ -51,21 +51,25 @@ def whole(base_url) -> str:
     return text_of(post(base_url))
 
 
-def test_a_node_killed_in_mid_answer_is_invisible_to_the_official_client(cluster, client, whole):
+def test_a_node_killed_in_mid_answer_is_invisible_to_the_official_client(cluster, client, base_url):
+    body = BODY | {"max_tokens": 160}  # far from its end when the node is found and killed
+    whole = text_of(post(base_url, body=body))
     texts = []
     killed = None
-    for chunk in client.chat.completions.create(model="any", **BODY):
-        texts.append(chunk.choices[0].delta.content or "")
-        if len(texts) == 12:
-            with Client(cluster.address) as direct:
-                killed = direct.session(f"{chunk.id}.0").details().turns[-1].placements[-1].node_id
-            cluster.kill_node(killed)
-        last_id = chunk.id
-    assert killed is not None
-    assert "".join(texts) == whole
     with Client(cluster.address) as direct:
-        placements = direct.session(f"{last_id}.0").details().turns[-1].placements
-    assert [placement.node_id == killed for placement in placements] == [True, False]
+
+        def placements(chunk_id: str) -> list[str]:
+            return [one.node_id for one in direct.session(f"{chunk_id}.0").details().turns[-1].placements]
+
+        for chunk in client.chat.completions.create(model="any", **body):
+            texts.append(chunk.choices[0].delta.content or "")
+            if len(texts) == 12:
+                (killed,) = placements(chunk.id)
+                cluster.kill_node(killed)
+            last_id = chunk.id
+        assert killed is not None
+        assert "".join(texts) == whole
+        assert [node_id == killed for node_id in placements(last_id)] == [True, False]
     cluster.ensure_all_live()
 
 
