@@ -316,18 +316,24 @@ class SegmentShelf:
 
         ``tell`` is called whenever that has got on; it ends after ``most_chains`` chains.
 
-        The new segment is durable and known before an old one goes, and whoever reads an old one can finish.
+        The new segment is durable and known before an old one goes, and whoever reads an old one can finish. What is
+        found damaged is set aside, as a restore does, and its chain stays as it is.
         Raises StoreFull, WriteBudgetSpent, StoreUnavailable; nothing is lost then.
         """
         n_replaced = n_chains = 0
         for leaf in self.catalog.leaves():
             chain = self.catalog.chain(leaf, 1 << 62)
             run = plan_compaction([len(part.token_ids) for part, _ in chain], self.max_chain)
-            if run is not None:
+            if run is None:
+                continue
+            try:
                 n_replaced += self._merge(chain[: run.stop], run.start, tell)
-                n_chains += 1
-                if n_chains == most_chains:
-                    break
+            except SnapshotRejected as refused:
+                self.set_aside(Path(refused.path).name, refused)
+                continue
+            n_chains += 1
+            if n_chains == most_chains:
+                break
         return n_replaced
 
     def _merge(self, chain: Sequence[tuple[Segment, int]], first: int, tell: Callable[[], None]) -> int:

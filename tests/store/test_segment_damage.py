@@ -122,6 +122,25 @@ class Overtaken(PosixFileSystem):
             deed()
 
 
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("at", [320 + 5, -5], ids=["in the head", "in a block"])
+def test_a_damaged_chain_keeps_no_other_from_being_merged(tmp_path: Path, damaged: int, at: int) -> None:
+    """It is set aside when a merge meets it, and what comes before the damage is still there."""
+    store = _store(tmp_path)
+    chats = [np.concatenate([np.full(2, 900 + i, np.int32), IDS[:150]]) for i in range(2)]
+    names = [[store.publish(ids[:n], _rows()).name for n in range(2, 153, 2)] for ids in chats]
+    path = store.path / names[damaged][60]
+    _flip(path, at % path.stat().st_size)
+    assert store.compact() > 60
+    assert store.statistics().n_quarantined == 1
+    good, cut = store.find(chats[1 - damaged]), store.find(chats[damaged])
+    assert good is not None
+    assert cut is not None
+    assert (good.n_common, cut.n_common) == (152, 120)
+    store.restore(good, 152, MemoryRows.empty(GEOMETRY, 152))
+    store.restore(cut, 120, MemoryRows.empty(GEOMETRY, 120))
+
+
 @pytest.mark.parametrize("damaged_byte", [320 + 5, 320 + 4 * 80 + 5], ids=["in the head", "in a block"])
 def test_what_another_node_has_set_aside_and_saved_again_is_not_set_aside(tmp_path: Path, damaged_byte: int) -> None:
     fs = Overtaken()
