@@ -23,10 +23,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
-from uuid import uuid4
 
 from kvferry.client.errors import InvalidImport
 from kvferry.proto.channel import MAX_MESSAGE_BYTES
+from kvferry.terminal.output_file import PRIVATE_MODE, output_file
 
 MAGIC: Final = b"KVFERRYS"
 VERSION: Final = 1
@@ -63,40 +63,33 @@ class SessionFile:
 
 
 def write_session_file(path: Path, session: bytes, rows: Iterable[Path]) -> int:
-    """Under its name when it is whole; returns the number of row files.
+    """Under its name when it is whole, or into a device or pipe as it comes; returns the number of row files.
 
     A row file that is gone meanwhile is left out: it can be computed. Raises OSError.
     """
     digest, n_files = hashlib.sha256(), 0
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
+    with output_file(path, PRIVATE_MODE) as file:
 
-            def put(data: bytes) -> None:
-                digest.update(data)
-                file.write(data)
+        def put(data: bytes) -> None:
+            digest.update(data)
+            file.write(data)
 
-            put(_HEAD.pack(MAGIC, VERSION, len(session)) + session)
-            for row_path in rows:
-                try:
-                    row_file = row_path.open("rb")
-                except FileNotFoundError:
-                    continue
-                with row_file:
-                    n_bytes = os.fstat(row_file.fileno()).st_size
-                    for text in (row_path.parent.name, row_path.name):
-                        put(bytes([len(text.encode())]) + text.encode())
-                    put(_U64.pack(n_bytes))
-                    for chunk in _chunks(row_file, n_bytes):
-                        put(chunk)
-                n_files += 1
-            put(b"\0")
-            file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        put(_HEAD.pack(MAGIC, VERSION, len(session)) + session)
+        for row_path in rows:
+            try:
+                row_file = row_path.open("rb")
+            except FileNotFoundError:
+                continue
+            with row_file:
+                n_bytes = os.fstat(row_file.fileno()).st_size
+                for text in (row_path.parent.name, row_path.name):
+                    put(bytes([len(text.encode())]) + text.encode())
+                put(_U64.pack(n_bytes))
+                for chunk in _chunks(row_file, n_bytes):
+                    put(chunk)
+            n_files += 1
+        put(b"\0")
+        file.write(digest.digest())
     return n_files
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Final
+
+from kvferry.terminal.output_file import output_file
+
+_MODE: Final = 0o644
 
 
 def why_not_ready_file(path: Path) -> str | None:
@@ -21,10 +26,5 @@ def why_not_ready_file(path: Path) -> str | None:
 
 def write_ready_file(path: Path, address: str, **identity: str) -> None:
     """Whole or not there: whoever waits for it never reads half. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps({"address": address, "pid": os.getpid()} | identity))
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with output_file(path, _MODE) as file:
+        file.write(json.dumps({"address": address, "pid": os.getpid()} | identity).encode())

@@ -25,9 +25,9 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")(command)
 
 
-def print_json(value: Any) -> None:
-    """Dataclasses, paths, bytes (in base64) and what JSON has itself."""
-    click.echo(json.dumps(value, default=_plain, indent=2))
+def print_json(value: Any, *, err: bool = False) -> None:
+    """Dataclasses, paths, bytes (in base64) and what JSON has itself. ``err``: where the result itself is on stdout."""
+    click.echo(json.dumps(value, default=_plain, indent=2), err=err)
 
 
 def json_line(value: Any) -> str:

@@ -109,6 +109,7 @@ def sign(
     authority: Path, request_file: Path, name: str, role: str, addresses: tuple[str, ...], days: int, out: Path
 ) -> None:
     """Sign a request. What the certificate says is what you say here; the request only has to agree."""
+    from kvferry.terminal.output_file import is_stdout
     from kvferry.trust import handing_out
     from kvferry.trust.authority import Authority
     from kvferry.trust.certificates import Role
@@ -120,7 +121,7 @@ def sign(
         write_atomically(out, pem, PUBLIC_MODE)
     except OSError as error:
         raise RequestInvalid(f"{out} cannot be written: {reason_of(error)}") from error
-    click.echo(f"{out} is {role} {name}")
+    click.echo(f"{out} is {role} {name}", err=is_stdout(out))
 
 
 @certs.command(epilog="Example: kvferry certs install /etc/kvferry/tls --cert cert.pem --ca ca.pem")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
+
+from kvferry.terminal.output_file import output_file
 
 SECRET_MODE: Final = 0o600
 PUBLIC_MODE: Final = 0o644
@@ -14,18 +15,8 @@ Stamp = tuple[tuple[int, int, int] | None, ...]
 
 def write_atomically(path: Path, data: bytes, mode: int) -> None:
     """A reader sees the old file or the new one; what a crash leaves is a hidden temporary file. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            os.fchmod(file.fileno(), mode)  # whatever the umask is
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with output_file(path, mode) as file:
+        file.write(data)
 
 
 def stamp_of(*paths: Path) -> Stamp:

@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from kvferry.engine.errors import InvalidTokens, OutputUnwritable
-from kvferry.engine.files.publish import TEMP_PREFIX, published
+from kvferry.engine.files.publish import TEMP_PREFIX
 from kvferry.engine.files.regular import NOT_THERE, exists, fault_of
 from kvferry.engine.reference import Images
 from kvferry.engine.score import Score
+from kvferry.terminal.output_file import PRIVATE_MODE, output_file
 
 _HEADER_BYTES: Final = 1 << 12  # of seven tensors, generously
 
@@ -92,10 +93,12 @@ def write_score(score: Score, output: Path) -> None:
             "position_ids": score.images.position_ids,
         }
     try:
-        with published(_target(output)) as file:
+        with output_file(output, PRIVATE_MODE) as file:
             save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, file.name)
     except (OSError, SafetensorError) as error:
-        raise OutputUnwritable(f"--output {output} could not be written: {error}") from error
+        raise OutputUnwritable(
+            f"--output {output} could not be written: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def _target(output: Path) -> Path:

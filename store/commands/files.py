@@ -32,6 +32,7 @@ from kvferry.store.q8 import Scales, Values
 from kvferry.store.reader import open_snapshot
 from kvferry.store.segment_file import Terms, open_segment
 from kvferry.terminal.output import console, json_option, print_json
+from kvferry.terminal.output_file import PRIVATE_MODE, is_stdout, output_file, staged_path
 
 _FILE = click.argument("file", type=FILE)
 
@@ -161,14 +162,14 @@ def _read_through(file: Path, terms: Terms, *, quiet: bool) -> tuple[int, int]:
 @key_options
 @json_option
 def dump(file: Path, *, output: Path, key_file: Path | None, encrypted: bool, as_json: bool, **model: Any) -> None:
-    """Write a snapshot's rows as arrays. Takes its size in memory.
+    """Write a snapshot's rows as arrays. Takes its size in memory, twice that for a pipe.
 
     Version 1: token_ids int32 [n], k and v float32 [layers, n, kv_dim]. Version 2: token_ids, k_q8 and v_q8 int8
     [layers, n, kv_dim], k_scale and v_scale float32 [layers, n, kv_heads]. Version 3: the whole chain that ends
     with this segment, under the keys of its kind of rows.
     """
     from safetensors import SafetensorError
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save, save_file
 
     held_against = chosen_shape(**model)
     if names.is_segment(file.name):
@@ -176,17 +177,23 @@ def dump(file: Path, *, output: Path, key_file: Path | None, encrypted: bool, as
     else:
         arrays = dumped_arrays(load_any(PosixFileSystem(), file, *parts(held_against)))
     try:
-        save_file(arrays, output)  # by a temporary file of its own
+        with output_file(output, PRIVATE_MODE) as out:
+            if (staged := staged_path(out)) is not None:
+                save_file(arrays, staged)
+            else:
+                out.write(save(arrays))
     except (OSError, SafetensorError) as error:
-        raise StoreUnavailable(f"cannot write {output}: {error}", op="write", path=output) from error
+        why = getattr(error, "strerror", None) or error  # its own words name the file in the making
+        raise StoreUnavailable(f"cannot write {output}: {why}", op="write", path=output) from error
     keys = sorted(arrays.keys() - {"token_ids"})
     shape = list(arrays[keys[0]].shape)
     facts = {"file": str(file), "output": str(output), "n_tokens": len(arrays["token_ids"]), "shape": shape}
+    to_stderr = is_stdout(output)
     if as_json:
-        print_json(facts)
+        print_json(facts, err=to_stderr)
     else:
         rows = " and ".join(key for key in keys if "scale" not in key)
-        click.echo(f"{output}: token_ids [{len(arrays['token_ids'])}], {rows} {shape}")
+        click.echo(f"{output}: token_ids [{len(arrays['token_ids'])}], {rows} {shape}", err=to_stderr)
 
 
 def dumped_arrays(snapshot: Snapshot | Q8Snapshot) -> dict[str, NDArray[Any]]:

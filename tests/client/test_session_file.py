@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatc
     def full(_: Callable[..., object]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvferry.client.session_file.os.fsync", full)
+    monkeypatch.setattr("kvferry.terminal.output_file.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_session_file(tmp_path / "s.kvs", b"session", [])
     assert list(tmp_path.iterdir()) == []

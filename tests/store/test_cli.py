@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from gguf import GGUFWriter
-from safetensors.numpy import load_file
+from safetensors.numpy import load, load_file
 
 from kvferry.store.cli import kv
 from kvferry.store.errors import EXIT_CODES, SnapshotRejected, StoreError, StoreMisuse
@@ -115,6 +117,17 @@ def test_dump_says_when_it_cannot_write(tmp_path: Path) -> None:
     result = _run("dump", GOOD_72, "--output", tmp_path / "nowhere" / "rows.safetensors")
     assert isinstance(result.exception, StoreError)
     assert "cannot write" in str(result.exception)
+
+
+def test_dump_into_a_pipe_leaves_the_pipe(tmp_path: Path, golden_ids: np.ndarray) -> None:
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert _run("dump", GOOD_72, "--output", pipe, *MODEL).exit_code == 0
+    reader.join(10)
+    assert np.array_equal(load(read[0])["token_ids"], golden_ids)
+    assert pipe.is_fifo()
 
 
 def test_ls_lists_a_store_and_a_models_directory(tmp_path: Path) -> None:
