@@ -29,7 +29,7 @@ def rows_of(place: StorePlace, token_ids: TokenIds, spans: Sequence[ContentSpan]
 
     Raises StoreMisuse, StoreUnavailable.
     """
-    local_folder(place)
+    existing_folder(place)
     fs, root, seal = place.open()
     found = []
     for path in model_folders(fs, root):
@@ -47,9 +47,7 @@ def adopt(
 
     Raises StoreMisuse for names that no store gives, StoreFull, StoreUnavailable, also when more or fewer bytes came.
     """
-    names.check_snapshot(name)
-    if not names.is_fingerprint(folder):
-        raise StoreMisuse(f"{folder[:80]!r} is no model's folder", op="import", path=name)
+    check_adoptable(folder, name)
     directory = local_folder(place) / folder
     target = directory / name
     if target.exists():
@@ -60,6 +58,25 @@ def adopt(
         for chunk in chunks:
             temp.write([memoryview(chunk)])
         return publish(fs, temp.path, target, temp.finish(n_bytes), confirm=lambda: None) == "published"
+
+
+def check_adoptable(folder: str, name: str) -> None:
+    """Raises SnapshotRejected or StoreMisuse for names that no store gives."""
+    names.check_snapshot(name)
+    if not names.is_fingerprint(folder):
+        raise StoreMisuse(f"{folder[:80]!r} is no model's folder", op="import", path=name)
+
+
+def existing_folder(place: StorePlace) -> Path:
+    """The store, which is there: what is put into one that is only made for it is never read. Raises StoreMisuse."""
+    folder = local_folder(place)
+    if not folder.is_dir():
+        raise StoreMisuse(
+            f"there is no folder {folder}: name the snapshot folder that the nodes share, or make it",
+            op="import",
+            path=folder,
+        )
+    return folder
 
 
 def local_folder(place: StorePlace) -> Path:

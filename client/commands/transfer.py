@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from kvferry.client.commands.options import connect, coordinator_option
-from kvferry.client.errors import InvalidRequest
+from kvferry.client.errors import InvalidImport, InvalidRequest
 from kvferry.client.sdk import ExportedSession
 from kvferry.client.session_file import SessionFile, read_session_file, write_session_file
 from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option, print_json
+from kvferry.terminal.output_file import is_stdout
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 store_option = click.option("--store", metavar="DIR", help="The cluster's snapshot folder, for the rows.")
@@ -54,10 +55,13 @@ def export_session(
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be written: {(error.strerror or str(error)).lower()}.") from error
     facts = {"session_id": session_id, "file": str(file), "n_tokens": len(session.token_ids), "n_row_files": n_rows}
+    to_stderr = is_stdout(file)
     if as_json:
-        print_json(facts)
+        print_json(facts, err=to_stderr)
     else:
-        click.echo(f"{file}: session {session_id}, {len(session.token_ids)} tokens, {n_rows} files of rows")
+        click.echo(
+            f"{file}: session {session_id}, {len(session.token_ids)} tokens, {n_rows} files of rows", err=to_stderr
+        )
 
 
 @click.command("import", epilog="Example: kvferry sessions import trip.session")
@@ -69,6 +73,8 @@ def export_session(
 def import_session(file: Path, coordinator: str, name: str | None, store: str | None, as_json: bool) -> None:
     """Go on with a conversation of another cluster. Rows of another model than the one here are left out."""
     found = read_session_file(file)
+    if store is not None:
+        _check_store(found, store)
     with connect(coordinator) as client:
         fingerprints = {f for model in client.models() for f in model.fingerprints}
         session = client.import_session(found.session, name)
@@ -92,6 +98,16 @@ def _rows_of(session: ExportedSession, store: str, key_file: Path | None, encryp
     return rows_of(StorePlace(store, key_file, encrypted), np.array(session.token_ids, np.int32), spans)
 
 
+def _check_store(found: SessionFile, store: str) -> None:
+    """Before anything is imported: whether rows may go there, and whether all have names as a store's files have."""
+    from kvferry.store.carrying import check_adoptable, existing_folder
+    from kvferry.store.place import StorePlace
+
+    existing_folder(StorePlace(store))
+    for row_file in found.rows:
+        check_adoptable(row_file.folder, row_file.name)
+
+
 def _take_in(found: SessionFile, store: str | None, fingerprints: set[str]) -> tuple[int, str]:
     """How many files of rows were taken in, and why others were not."""
     if not found.rows:
@@ -99,17 +115,21 @@ def _take_in(found: SessionFile, store: str | None, fingerprints: set[str]) -> t
     if store is None:
         return 0, "no --store is given"
     from kvferry.store.carrying import adopt
+    from kvferry.store.errors import StoreError
     from kvferry.store.place import StorePlace
 
     n_rows, foreign = 0, set()
     for row_file in found.rows:
         fingerprint = row_file.folder.partition("-")[0]  # what follows is the tenant's
-        if fingerprint in fingerprints:
+        if fingerprint not in fingerprints:
+            foreign.add(fingerprint)
+            continue
+        try:
             n_rows += adopt(
                 StorePlace(store), row_file.folder, row_file.name, row_file.n_bytes, found.chunks(row_file)
             )  # fmt: skip
-        else:
-            foreign.add(fingerprint)
+        except (StoreError, InvalidImport) as error:  # the session is there already, and needs no rows
+            return n_rows, str(error).rstrip(".")
     if not foreign:
         return n_rows, ""
     return n_rows, f"no node here has the fingerprint {', '.join(sorted(foreign))[:200]}"

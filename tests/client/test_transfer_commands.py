@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import stat
 
 import pytest
 
@@ -26,6 +29,19 @@ async def test_a_session_goes_through_a_file(coordinator, env, tmp_path):
     imported = coordinator.calls[-1]
     assert (imported.session_id, imported.session.session_id) == ("yours", "mine")
     assert list(imported.session.turns[0].prompt_ids) == [1, 2]
+
+
+async def test_an_exported_session_is_its_owners_and_a_link_to_it_stays(coordinator, env, tmp_path):
+    (tmp_path / "link").symlink_to("s.kvs")
+    code, _, err = await kvferry("sessions", "export", "mine", str(tmp_path / "link"), **env)
+    assert code == 0, err
+    assert (tmp_path / "link").is_symlink()
+    assert stat.S_IMODE((tmp_path / "s.kvs").stat().st_mode) == 0o640
+    os.mkfifo(tmp_path / "pipe")
+    reading = asyncio.create_task(asyncio.to_thread((tmp_path / "pipe").read_bytes))
+    code, _, err = await kvferry("sessions", "export", "mine", str(tmp_path / "pipe"), **env)
+    assert (code, await reading) == (0, (tmp_path / "s.kvs").read_bytes()), err
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize("tenant", ["", "acme"])
@@ -52,6 +68,7 @@ async def test_rows_of_another_fingerprint_are_left_out_with_a_word(coordinator,
         rows[-1].write_bytes(letter.encode() * 100)
     write_session_file(tmp_path / "s.kvs", chat_pb2.ExportedSession(session_id="s").SerializeToString(), rows)
     store = tmp_path / "to"
+    store.mkdir()
     code, out, err = await kvferry(
         "sessions", "import", str(tmp_path / "s.kvs"), "--store", str(store), "--json", **env
     )
@@ -64,9 +81,41 @@ async def test_rows_of_another_fingerprint_are_left_out_with_a_word(coordinator,
     assert (code, err) == (0, "rows are not imported: no --store is given; they are computed anew\n")
 
 
+@pytest.fixture
+def with_rows(tmp_path):
+    """A session's file with a row file of the model here."""
+    folder = tmp_path / "from" / ("b" * 32)
+    folder.mkdir(parents=True)
+    (folder / f"kv3_{'b' * 32}.kv").write_bytes(b"rows")
+    session = chat_pb2.ExportedSession(session_id="s").SerializeToString()
+    write_session_file(tmp_path / "s.kvs", session, list(folder.iterdir()))
+    return str(tmp_path / "s.kvs")
+
+
+async def test_a_store_that_takes_no_rows_does_not_make_an_error_of_an_import(coordinator, env, tmp_path, with_rows):
+    store = tmp_path / "to"
+    store.mkdir()
+    (store / ("b" * 32)).touch()  # root may write where a mode forbids it
+    code, out, err = await kvferry("sessions", "import", with_rows, "--store", str(store), **env)
+    assert (code, out) == (0, "s\n"), err
+    assert err.startswith("rows are not imported: cannot make directory")
+    assert err.endswith("; they are computed anew\n")
+
+
+async def test_a_store_that_is_not_there_is_refused_before_anything_is_imported(coordinator, env, tmp_path, with_rows):
+    nowhere = tmp_path / "nowhere"
+    code, _, err = await kvferry("sessions", "import", with_rows, "--store", str(nowhere), **env)
+    assert (code, f"there is no folder {nowhere}" in err, nowhere.exists()) == (44, True, False)
+    assert not coordinator.calls
+    command = ("sessions", "export", "mine", str(tmp_path / "e.kvs"), "--rows", "--store", str(nowhere))
+    code, _, err = await kvferry(*command, **env)
+    assert (code, f"there is no folder {nowhere}" in err) == (44, True)
+
+
 async def test_names_in_a_file_lead_nowhere_else(coordinator, env, tmp_path):
     folder = tmp_path / ("b" * 32)
     folder.mkdir()
+    (tmp_path / "to").mkdir()
     for name in ("evil.sh", "kv3_.kv"):
         (folder / name).write_bytes(b"x")
         session = chat_pb2.ExportedSession(session_id="s").SerializeToString()
@@ -76,7 +125,8 @@ async def test_names_in_a_file_lead_nowhere_else(coordinator, env, tmp_path):
         )  # fmt: skip
         assert code != 0
         assert "error: the snapshot is refused (bad_name)" in err
-    assert not (tmp_path / "to").exists()
+    assert not list((tmp_path / "to").iterdir())
+    assert not coordinator.calls, "a session is not imported and then called an error"
 
 
 async def test_what_is_no_session_is_one_sentence(coordinator, env, tmp_path):
