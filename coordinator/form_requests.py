@@ -6,11 +6,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from kvferry.coordinator.errors import InvalidMessage
 from kvferry.engine.errors import InvalidFormat, InvalidTools
 from kvferry.engine.text.answer_form import ANY_OBJECT, AnswerFormat, Choices, JsonSchema, Regex
+from kvferry.engine.text.json_text import read_object
 from kvferry.engine.text.messages import TOOLS_CHARS_MAX, Tool, ToolCall
 from kvferry.proto.v1 import chat_pb2
 
@@ -80,9 +81,22 @@ def checked_tools(tools: Sequence[chat_pb2.Tool]) -> tuple[Tool, ...]:
         n_characters += len(tool.description) + len(tool.parameters)
         if n_characters > TOOLS_CHARS_MAX:
             raise InvalidTools(f"the tools take more than {TOOLS_CHARS_MAX} characters: describe them more briefly")
-        if tool.parameters and _json_object(tool.parameters) is None:
-            raise InvalidTools(f"the parameters of the tool {tool.name} are no JSON object: give a JSON schema")
+        if tool.parameters:
+            _check_parameters(tool)
     return tuple(Tool(tool.name, tool.description, tool.parameters) for tool in tools)
+
+
+def _check_parameters(tool: chat_pb2.Tool) -> None:
+    """Raises InvalidTools, whether or not the tool has to be called: arguments are an object, by name."""
+    try:
+        schema = read_object(tool.parameters)
+    except ValueError as error:
+        raise InvalidTools(f"the parameters of the tool {tool.name} are {error}: give a JSON schema") from error
+    if (kind := schema.get("type", "object")) != "object":
+        raise InvalidTools(
+            f"the parameters of the tool {tool.name} have the type {json.dumps(kind)[:80]}: arguments are an object, "
+            'so give {"type": "object", "properties": ...}'
+        )
 
 
 def checked_format(given: chat_pb2.OutputFormat) -> AnswerFormat | None:
@@ -106,9 +120,12 @@ def checked_calls(number: int, calls: Sequence[chat_pb2.ToolCall]) -> tuple[Tool
         raise InvalidMessage(f"message {number} has {len(calls)} tool calls: at most {MAX_CALLS} are allowed")
     checked = []
     for call in calls:
-        arguments = _json_object(call.arguments or "{}")
-        if arguments is None:
-            raise InvalidMessage(f"message {number} calls {call.name[:80]!r} with arguments that are no JSON object")
+        try:
+            arguments = read_object(call.arguments or "{}")
+        except ValueError as error:
+            raise InvalidMessage(
+                f"message {number} calls {call.name[:80]!r} with arguments that are {error}"
+            ) from error
         if not call.name:
             raise InvalidMessage(f"message {number} calls a tool without a name")
         checked.append(ToolCall(call.name, arguments, checked_call_id(number, call.id)))
@@ -122,11 +139,3 @@ def checked_call_id(number: int, call_id: str) -> str:
             f"message {number} has a call's id of {len(call_id)} characters: give at most {MAX_CALL_ID_CHARACTERS}"
         )
     return call_id
-
-
-def _json_object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

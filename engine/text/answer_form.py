@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, Protocol
 
 from kvferry.engine.errors import FormatTooComplex, InvalidFormat, InvalidTools
 from kvferry.engine.text.answers import CALL, END_OF_CALL, END_OF_THINKING, THINK
+from kvferry.engine.text.json_text import read_object
 from kvferry.engine.text.messages import Tool
 from kvferry.engine.text.schema_keywords import unknown_keywords
 
@@ -129,11 +130,9 @@ def _schema(text: str, **defaults: Any) -> str:
     if len(text) > FORMAT_CHARS_MAX:
         raise FormatTooComplex(f"the JSON schema has {len(text)} characters, more than the limit of {FORMAT_CHARS_MAX}")
     try:
-        schema: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidFormat(f"the JSON schema is no JSON: {error or 'it is nested too deeply'}") from error
-    if not isinstance(schema, dict):
-        raise InvalidFormat("the JSON schema is no JSON object")
+        schema = read_object(text)
+    except ValueError as error:
+        raise InvalidFormat(f"the JSON schema is {error}") from error
     if unknown := unknown_keywords(schema):
         raise InvalidFormat(f"the JSON schema has unknown keywords: {json.dumps(unknown[:8], ensure_ascii=False)}")
     return json.dumps({"x-guidance": _JSON_STYLE, **defaults, **schema}, ensure_ascii=False)

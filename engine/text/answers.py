@@ -12,12 +12,12 @@ those at the end of an answer that calls.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
+from kvferry.engine.text.json_text import read_object
 from kvferry.engine.text.messages import ToolCall
 
 THINK: Final = "<think>"
@@ -251,13 +251,13 @@ def _end_of_call(text: str) -> int:
 def _call(body: str) -> ToolCall | None:
     """A call out of its JSON; None when it is none. Arguments may be an object, or one written into a string."""
     try:
-        value = json.loads(body)
-        arguments = value["arguments"] if isinstance(value, dict) and "arguments" in value else {}
+        value = read_object(body)
+        arguments = value.get("arguments", {})
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        name = value["name"] if isinstance(value, dict) else None
-    except (ValueError, KeyError, RecursionError):
+            arguments = read_object(arguments)
+    except ValueError:
         return None
+    name = value.get("name")
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     return ToolCall(name, arguments)

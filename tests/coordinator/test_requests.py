@@ -22,6 +22,7 @@ def sampling(**fields: object) -> chat_pb2.GenerateRequest:
     return ask(sampling=common_pb2.SamplingSettings(**fields))
 
 
+DEEP = '{"a":' * 65 + "1" + "}" * 65
 FORMAT = chat_pb2.OutputFormat(regex="a")
 
 
@@ -53,7 +54,14 @@ BAD = [
     (ask(tools=[tool("a b")]), "invalid_tools", "tool 1 has the name 'a b'"),
     (ask(tools=[tool("a"), tool("a")]), "invalid_tools", "two tools have the name a"),
     (ask(tools=[tool("a", "[]")]), "invalid_tools", "the parameters of the tool a are no JSON object"),
-    (ask(tools=[tool("a", "[" * 99999)]), "invalid_tools", "the parameters of the tool a are no JSON object"),
+    (ask(tools=[tool("a", "[" * 99999)]), "invalid_tools", "the parameters of the tool a are nested more than 64 deep"),
+    (ask(tools=[tool("a", DEEP)]), "invalid_tools", "the parameters of the tool a are nested more than 64 deep"),
+    (ask(tools=[tool("a", '{"type": "string"}')]), "invalid_tools", 'tool a have the type "string": arguments are an'),
+    (ask(tools=[tool("a", '{"type": ["object", "null"]}')]), "invalid_tools", "tool a have the type .*: arguments are"),
+    (said(role="assistant", tool_calls=[call("f", DEEP)]), "invalid_message", "'f' with arguments that are nested more"),
+    (said(role="assistant", tool_calls=[call("f", "[" * 99999)]), "invalid_message", "that are nested more than 64"),
+    (said(role="assistant", tool_calls=[call("f", '{"a": NaN}')]), "invalid_message", "are no JSON .NaN is none of"),
+    (said(role="assistant", tool_calls=[call("f", r'{"a": "\ud83e"}')]), "invalid_message", "are no text: half of a"),
     (ask(tools=[tool(f"t{i}") for i in range(129)]), "invalid_tools", "129 tools: at most 128"),
     (ask(tools=[tool("a", '"' + "x" * (1 << 20) + '"')]), "invalid_tools", "more than 1048576 characters"),
     (ask(tool_choice=7), "invalid_tools", "tool_choice is 7"),
@@ -123,6 +131,11 @@ def test_equal_requests_have_equal_digests_and_others_do_not() -> None:
         )
     ]
     assert len({turn_request(r).digest for r in others} | {base}) == len(others) + 1
+
+
+def test_arguments_may_be_nested_as_deep_as_it_says() -> None:
+    deepest = '{"a":' * 64 + "1" + "}" * 64
+    assert turn_request(said(role="assistant", tool_calls=[call("f", deepest)])).digest
 
 
 def test_a_plain_request_has_the_digest_it_always_had() -> None:

@@ -52,7 +52,9 @@ def test_an_answer_that_ended_while_thinking(text: str, opened: bool) -> None:
 @pytest.mark.parametrize(
     "body",
     ["", "{", "[]", "7", '"x"', "{}", '{"name": 7}', '{"name": ""}', '{"name": "f", "arguments": [1]}',
-     '{"name": "f", "arguments": "{"}', '{"name": "f", "arguments": null}', "[" * 100_000, '{"a":' * 100_000],
+     '{"name": "f", "arguments": "{"}', '{"name": "f", "arguments": null}', "[" * 100_000, '{"a":' * 100_000,
+     '{"name": "f", "arguments": ' + '{"a":' * 65 + "1" + "}" * 66, r'{"name": "f", "arguments": {"a": "\ud83e"}}',
+     '{"name": "f", "arguments": {"a": NaN}}'],
 )  # fmt: skip
 def test_what_is_no_call_is_given_as_it_was_written(body: str) -> None:
     answer = parse_answer(f"Well. <tool_call>{body}</tool_call>\n{CALL}")

@@ -227,7 +227,8 @@ def test_with_tools_a_call_is_as_good_as_the_form(qwen3: TextModel, qwen3_gramma
     [
         (JsonSchema("{"), InvalidFormat, "the JSON schema is no JSON"),
         (JsonSchema("[1]"), InvalidFormat, "the JSON schema is no JSON object"),
-        (JsonSchema("[" * 60_000), InvalidFormat, "the JSON schema is no JSON"),
+        (JsonSchema("[" * 60_000), InvalidFormat, "the JSON schema is nested more than 64 deep"),
+        (JsonSchema('{"items":' * 65 + "{}" + "}" * 65), InvalidFormat, "the JSON schema is nested more than 64 deep"),
         (JsonSchema('{"type": "frob"}'), InvalidFormat, "cannot be used: Invalid type: frob"),
         (JsonSchema('{"not": {}}'), InvalidFormat, r'cannot be used: Unimplemented keys: \["not"\]'),
         (JsonSchema('{"$ref": "http://example.org/schema"}'), InvalidFormat, "retriever does not fetch"),
