@@ -56,7 +56,7 @@ async def answer(
     if last_id is not None and stream:
         request_id, seen = sse.parse_event_id(last_id)
         if len(seen) != order.n_answers:
-            raise invalid(f"Last-Event-ID is of {len(seen)} answers, and this request asks {order.n_answers}", "id")
+            raise invalid(f"Last-Event-ID is of {len(seen)} answers, and this request asks {order.n_answers}", None)
         streams = asking.resume(context.client, request_id, order)
     else:
         request_id, seen = f"{shape.id_prefix}{context.new_id()}", (0,) * order.n_answers

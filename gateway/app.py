@@ -13,15 +13,16 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from kvferry.client import ClientError
 from kvferry.gateway.bearer import TokensHandedOn
+from kvferry.gateway.body import FIELDS_AT_FAULT
 from kvferry.gateway.chat import chat_completions
 from kvferry.gateway.completions import completions
 from kvferry.gateway.context import Context, context_of
 from kvferry.gateway.dashboard import api as dashboard
-from kvferry.gateway.errors import ApiError, api_error_of
+from kvferry.gateway.errors import NO_FIELDS, ApiError, api_error_of
 from kvferry.gateway.metrics import Counted, GatewayMetrics
 from kvferry.gateway.responses import cancel_response, create_response, delete_response, get_response
 from kvferry.gateway.tracing import Traced
@@ -116,9 +117,8 @@ def _on_api_error(request: Request, error: Exception) -> Response:
 
 
 def _on_client_error(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, ClientError)  # noqa: S101 - as above
-    return _answer(api_error_of(error))
+    return _answer(api_error_of(error, getattr(request.state, FIELDS_AT_FAULT, NO_FIELDS)))
 
 
 def _on_http_error(request: Request, error: Exception) -> Response:
@@ -127,7 +127,21 @@ def _on_http_error(request: Request, error: Exception) -> Response:
     sentence = {404: f"there is no {what} here", 405: f"{what} is not a method of this path"}
     code = {404: "unknown_url", 405: "method_not_allowed"}
     status = error.status_code
-    return _answer(ApiError(status, sentence.get(status, str(error.detail)), code=code.get(status, "http_error")))
+    allow = ", ".join(sorted(_methods_of(request))) if status == 405 else ""
+    return _answer(
+        ApiError(status, sentence.get(status, str(error.detail)), code=code.get(status, "http_error"), allow=allow)
+    )
+
+
+def _methods_of(request: Request) -> set[str]:
+    """Of the request's path; several routes may have it, each with methods of its own."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return {
+        method
+        for route in routes
+        if route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
 
 
 def _on_bug(request: Request, error: Exception) -> Response:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from kvferry.gateway.errors import ApiError, invalid
+from kvferry.gateway.errors import NO_FIELDS, ApiError, invalid
 
 MAX_BODY_BYTES: Final = 48 << 20
 """Base64 of what one turn may carry (32 MiB), and some text."""
+
+
+FIELDS_AT_FAULT: Final = "fields_at_fault"
+"""A body that has it says which of its fields each of the coordinator's refusals is about."""
+
+
+class NullIsNotGiven(BaseModel):
+    """A part of a request. OpenAI's schema lets nearly every field be null, and its clients send that for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -26,25 +41,37 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     except ClientDisconnect as error:
         raise ApiError(400, "the request ended before its body did", code="invalid_body") from error
     try:
-        return kind.model_validate_json(bytes(raw))
+        body = kind.model_validate_json(bytes(raw))
     except ValidationError as error:
-        raise _told(error) from error
+        raise _told(error, raw) from error
+    setattr(request.state, FIELDS_AT_FAULT, getattr(body, FIELDS_AT_FAULT, NO_FIELDS))
+    return body
 
 
-def _told(error: ValidationError) -> ApiError:
+def _told(error: ValidationError, raw: bytearray) -> ApiError:
     """The first problem as `param`, all of them in the sentence."""
+    try:
+        given = from_json(bytes(raw))
+    except ValueError:
+        given = None
     problems = []
     for problem in error.errors(include_url=False, include_input=False):
-        where = _place(problem["loc"])
+        where = _place(problem["loc"], given, is_missing=problem["type"] == "missing")
         problems.append((where, f"{where}: {problem['msg']}" if where else problem["msg"]))
-    parameter = problems[0][0]
+    # where a field may be of several kinds, the one that comes closest to the fault is the likeliest meant
+    first = problems[0][0]
+    within = [where for where, _ in problems if where.startswith((f"{first}.", f"{first}["))]
+    parameter = max(within, key=len, default=first) or None
     sentences = dict.fromkeys(sentence for _, sentence in problems)
     return invalid("the request is not right: " + "; ".join(sentences), parameter, code="invalid_body")
 
 
-def _place(location: tuple[int | str, ...]) -> str:
-    """As a programmer writes it: messages[0].content."""
+def _place(location: tuple[int | str, ...], given: Any, *, is_missing: bool) -> str:
+    """As a programmer writes it: messages[0].content. Kinds among which a field has a choice are none of its parts."""
     place = ""
-    for part in location:
-        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else part
+    for number, part in enumerate(location, start=1):
+        if isinstance(part, int) and isinstance(given, list):
+            place, given = f"{place}[{part}]", given[part]
+        elif isinstance(given, dict) and (part in given or (is_missing and number == len(location))):
+            place, given = f"{place}.{part}".removeprefix("."), given.get(part)
     return place

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from kvferry.client import AnswerForm
-from kvferry.gateway.errors import invalid
+from kvferry.gateway.body import NullIsNotGiven
+from kvferry.gateway.errors import fields_at_fault, invalid
 from kvferry.gateway.messages import ChatMessage
 from kvferry.gateway.parameters import (
     FunctionTool,
+    NumberOfTokens,
     ReasoningEffort,
     StreamedFields,
     ToolMode,
@@ -19,7 +22,7 @@ from kvferry.gateway.parameters import (
 )
 
 
-class ChatTool(BaseModel):
+class ChatTool(NullIsNotGiven):
     """A tool; functions are the only kind."""
 
     model_config = ConfigDict(extra="ignore")
@@ -28,13 +31,13 @@ class ChatTool(BaseModel):
     function: FunctionTool
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(NullIsNotGiven):
     """A function by its name."""
 
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(NullIsNotGiven):
     """The tool that has to be called."""
 
     type: Literal["function"] = "function"
@@ -46,7 +49,7 @@ class NamedTool(BaseModel):
         return self.function.name
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(NullIsNotGiven):
     """What the content has to be."""
 
     model_config = ConfigDict(extra="ignore")
@@ -59,8 +62,8 @@ class ChatRequest(StreamedFields):
     """See OpenAI's reference; docs/openai.md says what is honoured."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: NumberOfTokens | None = None
+    max_completion_tokens: NumberOfTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     response_format: ResponseFormat | None = None
@@ -72,6 +75,11 @@ class ChatRequest(StreamedFields):
     def n_tokens_at_most(self) -> int:
         """0: to the end of the context."""
         return self.max_completion_tokens or self.max_tokens or 0
+
+    @property
+    def fields_at_fault(self) -> Mapping[str, str]:
+        """By the coordinator's codes."""
+        return fields_at_fault("messages", "tools" if self.response_format is None else "response_format")
 
     def check(self) -> None:
         """What no field alone can tell; raises ApiError."""

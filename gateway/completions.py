@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
@@ -16,8 +16,8 @@ from kvferry.gateway.asking import Order
 from kvferry.gateway.body import read_body
 from kvferry.gateway.choices import FINISH_REASON, HeldLogprobs, n_cached_of
 from kvferry.gateway.context import context_of
-from kvferry.gateway.errors import invalid, unsupported
-from kvferry.gateway.parameters import StreamedFields
+from kvferry.gateway.errors import fields_at_fault, invalid, unsupported
+from kvferry.gateway.parameters import NumberOfTokens, StreamedFields
 
 MAX_ANSWERS: Final = 64
 """Of all prompts of a request."""
@@ -26,14 +26,17 @@ DEFAULT_MAX_TOKENS: Final = 16
 """As OpenAI has it."""
 
 
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
 class CompletionRequest(StreamedFields):
     """See OpenAI's reference; docs/openai.md says what is honoured."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     suffix: str | None = None
     echo: bool = False
     best_of: int | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: NumberOfTokens | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def prompts(self) -> list[RawPrompt]:
@@ -45,6 +48,11 @@ class CompletionRequest(StreamedFields):
             raise invalid("prompt is empty: give a text, tokens, or a list of either", "prompt")
         return [RawPrompt(one) for one in prompt]  # type: ignore[arg-type]  # as above
 
+    @property
+    def fields_at_fault(self) -> Mapping[str, str]:
+        """By the coordinator's codes; an answer has no form here."""
+        return fields_at_fault("prompt", "prompt")
+
     def check(self) -> None:
         """What no field alone can tell; raises ApiError."""
         self.check_stream()
@@ -53,7 +61,11 @@ class CompletionRequest(StreamedFields):
         if self.best_of is not None and self.best_of != self.n:
             raise unsupported("best_of", "ask n answers with logprobs, and choose")
         if self.echo and self.logprobs is not None:
-            raise unsupported("echo with logprobs", "tokens of a prompt that are found in a cache have none")
+            raise invalid(
+                "echo is not supported with logprobs: tokens of a prompt that are found in a cache have none",
+                "echo",
+                code="unsupported_parameter",
+            )
         prompts = self.prompts()
         if self.echo and not all(isinstance(one.prompt, str) for one in prompts):
             raise unsupported("echo", "prompts that are tokens are not told back; send them as text")

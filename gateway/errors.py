@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from kvferry.client.errors import (
@@ -40,7 +41,8 @@ class ConfigInvalid(GatewayError):
 
 
 class ApiError(Exception):
-    """One request is refused. `parameter`: the field of the request that is at fault, if one is."""
+    """One request is refused. `parameter`: the field of the request that is at fault, if one is. `allow`: the methods
+    that the path has, where the request's is none of them."""
 
     def __init__(
         self,
@@ -50,9 +52,11 @@ class ApiError(Exception):
         code: str,
         parameter: str | None = None,
         retry_after_s: float | None = None,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.parameter, self.retry_after_s = status, code, parameter, retry_after_s
+        self.allow = allow
 
     @property
     def kind(self) -> str:
@@ -67,6 +71,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """When to try again, where that can help (whole seconds, as HTTP has them, and milliseconds), or with what."""
+        if self.allow:
+            return {"allow": self.allow}
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
         if self.retry_after_s is None:
@@ -99,7 +105,7 @@ _STATUS_OF: Final[dict[type[ClientError], int]] = {
 }
 
 
-def invalid(message: str, parameter: str, *, code: str = "invalid_value") -> ApiError:
+def invalid(message: str, parameter: str | None, *, code: str = "invalid_value") -> ApiError:
     """The request cannot be right."""
     return ApiError(400, message, code=code, parameter=parameter)
 
@@ -109,10 +115,27 @@ def unsupported(parameter: str, why: str) -> ApiError:
     return ApiError(400, f"{parameter} is not supported: {why}", code="unsupported_parameter", parameter=parameter)
 
 
-def api_error_of(error: ClientError) -> ApiError:
-    """What the coordinator refused, as HTTP."""
+NO_FIELDS: Final[Mapping[str, str]] = {}
+
+
+def fields_at_fault(prompt: str, form: str) -> Mapping[str, str]:
+    """Which field of a request each of the coordinator's codes is about: the one with what the model reads, and the one
+    that says of what form the answer has to be."""
+    about_prompt = (
+        "empty_prompt", "images_too_large", "invalid_image", "invalid_message", "no_vision", "prompt_too_long",
+    )  # fmt: skip
+    return dict.fromkeys(about_prompt, prompt) | {
+        "invalid_tools": "tools", "invalid_format": form, "format_too_complex": form,
+    }  # fmt: skip
+
+
+def api_error_of(error: ClientError, fields: Mapping[str, str] = NO_FIELDS) -> ApiError:
+    """What the coordinator refused, as HTTP. `fields`: see fields_at_fault."""
     # a turn that failed on the way is told as what is refused before it begins
     kind = CLASS_OF.get(error.turn_code, ServerFault) if isinstance(error, TurnFailed) else type(error)
     status = next((status for base, status in _STATUS_OF.items() if issubclass(kind, base)), 500)
     code = error.turn_code if isinstance(error, TurnFailed) else error.code
-    return ApiError(status, str(error), code=OPENAI_CODES.get(code, code), retry_after_s=error.retry_after_s)
+    return ApiError(
+        status, str(error), code=OPENAI_CODES.get(code, code), parameter=fields.get(code),
+        retry_after_s=error.retry_after_s,
+    )  # fmt: skip

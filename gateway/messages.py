@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from kvferry.client import Image, Message, ToolCall
+from kvferry.gateway.body import NullIsNotGiven
 from kvferry.gateway.errors import invalid, unsupported
 
 ROLES: Final = {"developer": "system"}
@@ -19,7 +19,7 @@ ROLES: Final = {"developer": "system"}
 DATA_URL: Final = "data:image/"
 
 
-class Part(BaseModel):
+class Part(NullIsNotGiven):
     """One piece of a message's content: a text, or an image as a data URL. The kinds of both APIs."""
 
     model_config = ConfigDict(extra="ignore")
@@ -31,7 +31,7 @@ class Part(BaseModel):
     refusal: str | None = None
 
 
-class Function(BaseModel):
+class Function(NullIsNotGiven):
     """A function that the model wanted called; its arguments are JSON in a string."""
 
     model_config = ConfigDict(extra="ignore")
@@ -40,7 +40,7 @@ class Function(BaseModel):
     arguments: str = "{}"
 
 
-class Call(BaseModel):
+class Call(NullIsNotGiven):
     """A call in an assistant's message."""
 
     model_config = ConfigDict(extra="ignore")
@@ -50,7 +50,7 @@ class Call(BaseModel):
     function: Function
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(NullIsNotGiven):
     """A message as a program sends it. `reasoning_content`: an assistant's thinking, as this gateway tells it."""
 
     model_config = ConfigDict(extra="ignore")
@@ -90,6 +90,8 @@ def tool_call(call_id: str, name: str, arguments: str, where: str) -> ToolCall:
         parsed = json.loads(arguments or "{}")
     except ValueError as error:
         raise invalid(f"{where}: arguments is not JSON ({error})", where) from error
+    except RecursionError as error:  # less is for the coordinator to judge
+        raise invalid(f"{where}: arguments is nested too deeply", where) from error
     if not isinstance(parsed, dict):
         raise invalid(f"{where}: arguments must be a JSON object", where)
     return ToolCall(name, parsed, call_id)
@@ -124,5 +126,5 @@ def _image_bytes(image_url: dict[str, Any] | str | None, where: str) -> bytes:
         raise invalid(f"{where}: a data URL has ;base64, before its data", where)
     try:
         return base64.b64decode(encoded, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii's own, and that of a character beyond ASCII
         raise invalid(f"{where}: the image's data is not base64 ({error})", where) from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from kvferry.client import AnswerForm, JsonObject, JsonSchema, OutputFormat, Sampling, Tool
+from kvferry.gateway.body import NullIsNotGiven
 from kvferry.gateway.errors import invalid, unsupported
 
 MAX_SEED: Final = 2**64 - 1
@@ -39,17 +40,18 @@ WHY_NOT: Final = {
 }
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(NullIsNotGiven):
     """How tokens are drawn. `top_k` to `repetition_window` are kvferry's own, as extra fields of the body."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    temperature: float | None = None
-    top_p: float | None = None
+    # As the coordinator has them (docs/api.md), so that a refusal names the field; NaN is in no range.
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=MAX_SEED)
     top_k: int | None = Field(default=None, ge=0, le=2**31)
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     repetition_window: int | None = Field(default=None, ge=0, le=2**31)
 
     def check_unknown(self) -> None:
@@ -78,7 +80,7 @@ class SamplingFields(BaseModel):
         )
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(NullIsNotGiven):
     """Of a stream."""
 
     model_config = ConfigDict(extra="ignore")
@@ -88,6 +90,11 @@ class StreamOptions(BaseModel):
 
 MAX_SAMPLES: Final = 16
 
+NumberOfTokens = Annotated[int, Field(ge=1, le=2**32 - 1)]
+"""That an answer may have."""
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
 
 class StreamedFields(SamplingFields):
     """What both kinds of completions have."""
@@ -96,7 +103,7 @@ class StreamedFields(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    stop: str | list[str] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -117,7 +124,7 @@ class StreamedFields(SamplingFields):
             raise invalid("stream_options needs stream: true", "stream_options")
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(NullIsNotGiven):
     """A function as a tool describes it."""
 
     model_config = ConfigDict(extra="ignore")

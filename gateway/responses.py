@@ -54,10 +54,11 @@ async def get_response(request: Request) -> Response:
     """GET /v1/responses/ID: as it is now; with ?stream=true its events, those after ?starting_after=N."""
     context, response_id = context_of(request), request.path_params["response_id"]
     if request.query_params.get("stream", "false").lower() == "true":
-        after = request.query_params.get("starting_after", "-1")
-        if not after.removeprefix("-").isdigit():
-            raise invalid(f"starting_after is {after!r}, it must be the number of an event", "starting_after")
-        return await _streamed_again(context, response_id, int(after))
+        given = request.query_params.get("starting_after", "-1")
+        after = -1 if given == "-1" else sse.parse_number(given)
+        if after is None:
+            raise invalid(f"starting_after is {given[:20]!r}, it must be the number of an event", "starting_after")
+        return await _streamed_again(context, response_id, after)
     return JSONResponse(await _as_it_is(context, response_id))
 
 

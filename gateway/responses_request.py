@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from kvferry.client import AnswerForm, Message
-from kvferry.gateway.errors import invalid, unsupported
+from kvferry.gateway.body import NullIsNotGiven
+from kvferry.gateway.errors import fields_at_fault, invalid, unsupported
 from kvferry.gateway.messages import ROLES, Part, read_content, tool_call
 from kvferry.gateway.parameters import (
     FunctionTool,
+    NumberOfTokens,
     ReasoningEffort,
     SamplingFields,
     ToolMode,
@@ -20,7 +22,7 @@ from kvferry.gateway.parameters import (
 )
 
 
-class Item(BaseModel):
+class Item(NullIsNotGiven):
     """One thing of the conversation: a message, a call that the model wanted, its result, or what it thought."""
 
     model_config = ConfigDict(extra="ignore")
@@ -41,14 +43,14 @@ class ResponseTool(FunctionTool):
     name: str = ""
 
 
-class NamedTool(BaseModel):
+class NamedTool(NullIsNotGiven):
     """The tool that has to be called."""
 
     type: Literal["function"]
     name: str
 
 
-class TextFormat(BaseModel):
+class TextFormat(NullIsNotGiven):
     """What the content has to be; the schema's own name changes nothing."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
@@ -57,7 +59,7 @@ class TextFormat(BaseModel):
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextOptions(BaseModel):
+class TextOptions(NullIsNotGiven):
     """Of the answer's text."""
 
     model_config = ConfigDict(extra="ignore")
@@ -65,7 +67,7 @@ class TextOptions(BaseModel):
     format: TextFormat = TextFormat()
 
 
-class Reasoning(BaseModel):
+class Reasoning(NullIsNotGiven):
     """Of the thinking before the answer."""
 
     model_config = ConfigDict(extra="ignore")
@@ -82,7 +84,7 @@ class ResponseRequest(SamplingFields):
     previous_response_id: str | None = None
     stream: bool = False
     background: bool = False
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: NumberOfTokens | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     include: list[str] | None = None
     text: TextOptions = TextOptions()
@@ -101,6 +103,11 @@ class ResponseRequest(SamplingFields):
     def wants_logprobs(self) -> bool:
         """Of the output's text."""
         return "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def fields_at_fault(self) -> Mapping[str, str]:
+        """By the coordinator's codes."""
+        return fields_at_fault("input", "tools" if self.text.format.type == "text" else "text.format")
 
     def check(self) -> None:
         """What no field alone can tell; raises ApiError."""

@@ -20,6 +20,9 @@ id, OpenAI's Python client among them, take it for an event without data."""
 
 KEEP_ALIVE_SECONDS: Final = 10.0
 
+MAX_DIGITS: Final = 9
+"""Of an event's number: no answer has a thousand million tokens."""
+
 LAST_EVENT_ID: Final = "last-event-id"
 """The header in which a reader says what it has."""
 
@@ -51,13 +54,18 @@ def event_id(request_id: str, seen: Sequence[int]) -> str:
     return f"{request_id}:{','.join(map(str, seen))}"
 
 
+def parse_number(text: str) -> int | None:
+    """Of an event; None for what is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else None
+
+
 def parse_event_id(value: str) -> tuple[str, tuple[int, ...]]:
     """The request, and how far the reader of each answer had come. Raises ApiError."""
     request_id, colon, indices = value.rpartition(":")
-    parts = indices.split(",")
-    if not colon or not request_id or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise invalid(f"Last-Event-ID {value!r} is none of this API's: send the last id that the stream had", "id")
-    return request_id, tuple(map(int, parts))
+    numbers = [number for part in indices.split(",") if (number := parse_number(part)) is not None]
+    if not colon or not request_id or len(numbers) != indices.count(",") + 1:
+        raise invalid(f"Last-Event-ID {value!r} is none of this API's: send the last id that the stream had", None)
+    return request_id, tuple(numbers)
 
 
 class EventStream(Response):
