@@ -178,5 +178,5 @@ class ModelAnswerText:
         text, stopped = self._watcher.push(self._detokenizer.flush())
         return text if stopped else text + self._watcher.flush()
 
-    def token_text(self, token_id: int) -> str:
-        return self._model.token_bytes(token_id).decode("utf-8", "replace")
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._model.token_bytes(token_id)

@@ -25,8 +25,8 @@ class AnswerText(Protocol):
     def flush(self) -> str:
         """What was held back, when nothing follows."""
 
-    def token_text(self, token_id: int) -> str:
-        """One token alone, for the table of alternatives."""
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token alone stands for, maybe a part of a character."""
 
 
 def replay(record: TurnRecord, placements: Iterable[chat_pb2.Placement], text: AnswerText) -> list[chat_pb2.TurnEvent]:
@@ -83,11 +83,18 @@ def token_event(
         event.parts.extend(parts)
     if token.HasField("logprob"):
         event.logprob = token.logprob
-        event.top_logprobs.extend(
-            common_pb2.TokenLogprob(token_id=t.token_id, logprob=t.logprob, text=text.token_text(t.token_id))
-            for t in token.top_logprobs
-        )
+        event.token_bytes = text.token_bytes(token.token_id)
+        event.top_logprobs.extend(alternative(other, text.token_bytes(other.token_id)) for other in token.top_logprobs)
     return event
+
+
+def alternative(token: common_pb2.TokenLogprob, token_bytes: bytes) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(
+        token_id=token.token_id,
+        logprob=token.logprob,
+        text=token_bytes.decode("utf-8", "replace"),
+        token_bytes=token_bytes,
+    )
 
 
 def finished(

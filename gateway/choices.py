@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvferry.client import Finished, FinishReason, Placed, Started, Token, TokenLogprob, ToolCall, TurnEvent
+from kvferry.client import Finished, FinishReason, Placed, Started, Token, ToolCall, TurnEvent
+from kvferry.gateway.logprobs import Entry, HeldLogprobs, logprob_json
 
 FINISH_REASON: Final = {
     FinishReason.END: "stop",
@@ -24,27 +25,6 @@ def call_json(call: ToolCall) -> Json:
     """A call as OpenAI has it: arguments are JSON in a string."""
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-
-
-class HeldLogprobs:
-    """Log-probabilities on their way: those of tokens without text wait, since one of them may be the end."""
-
-    def __init__(self) -> None:
-        self._held: list[Json] = []
-
-    def push(self, token: Token) -> list[Json]:
-        """What may be told now."""
-        if token.logprob is None:
-            return []
-        self._held.append(logprob_json(token))
-        if not token.text:
-            return []
-        entries, self._held = self._held, []
-        return entries
-
-    def flush(self, end: Finished) -> list[Json]:
-        """What is left. The end token's, which has no text, is never told."""
-        return [] if end.reason is FinishReason.END else self._held
 
 
 @dataclass(slots=True)
@@ -74,15 +54,13 @@ class ChatChoice:
                 self.n_cached = n_cached_of(event, self.n_prompt, self.n_cached)
             case Token():
                 self.place = event.sequence + 2
-                entries = self._held.push(event)
+                entries = self._logprobs(self._held.push(event))
                 delta = self._delta(event.content, event.reasoning, event.tool_calls)
-                self.logprobs += entries
                 return self._part(delta, entries) if delta or entries else None
             case Finished():
                 self.finished = event
                 self.place += 1
-                entries = self._held.flush(event)
-                self.logprobs += entries
+                entries = self._logprobs(self._held.flush(event))
                 delta = self._delta(event.tail_content, event.tail_reasoning, event.tail_calls)
                 return self._part(delta, entries, self.finish_reason)
         return None
@@ -133,24 +111,14 @@ class ChatChoice:
             self.calls += calls
         return delta
 
+    def _logprobs(self, entries: Sequence[Entry]) -> list[Json]:
+        told = [logprob_json(entry.token) for entry in entries]
+        self.logprobs += told
+        return told
+
     def _part(self, delta: Json, entries: Sequence[Json] = (), finish_reason: str | None = None) -> Json:
         logprobs = {"content": list(entries), "refusal": None} if entries else None
         return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def logprob_json(token: Token) -> Json:
-    """A token with its log-probability and the alternatives to it."""
-    own = next((other.text for other in token.top_logprobs if other.token_id == token.token_id), token.text)
-    return {
-        "token": own,
-        "logprob": token.logprob,
-        "bytes": list(own.encode()),
-        "top_logprobs": [_alternative(other) for other in token.top_logprobs],
-    }
-
-
-def _alternative(other: TokenLogprob) -> Json:
-    return {"token": other.text, "logprob": other.logprob, "bytes": list(other.text.encode())}
 
 
 def n_cached_of(placed: Placed, n_prompt: int, n_known: int) -> int:

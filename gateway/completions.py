@@ -14,9 +14,10 @@ from kvferry.client import Finished, Placed, RawPrompt, Started, Token, TurnEven
 from kvferry.gateway.answering import Json, Shape, answer
 from kvferry.gateway.asking import Order
 from kvferry.gateway.body import read_body
-from kvferry.gateway.choices import FINISH_REASON, HeldLogprobs, n_cached_of
+from kvferry.gateway.choices import FINISH_REASON, n_cached_of
 from kvferry.gateway.context import context_of
 from kvferry.gateway.errors import fields_at_fault, invalid, unsupported
+from kvferry.gateway.logprobs import Entry, HeldLogprobs, old_json
 from kvferry.gateway.parameters import NumberOfTokens, StreamedFields
 
 MAX_ANSWERS: Final = 64
@@ -109,9 +110,8 @@ class TextChoice:
     n_cached: int = 0
     finished: Finished | None = None
     text: list[str] = field(default_factory=list)
-    logprobs: list[Json] = field(default_factory=list)
+    logprobs: list[Entry] = field(default_factory=list)
     _held: HeldLogprobs = field(default_factory=HeldLogprobs)
-    _offset: int = 0
 
     def push(self, event: TurnEvent) -> Json | None:
         """What one event adds to the stream, if anything."""
@@ -135,29 +135,13 @@ class TextChoice:
     def whole(self) -> Json:
         """As an answer that is not streamed has it."""
         reason = None if self.finished is None else FINISH_REASON.get(self.finished.reason, "stop")
-        return self._choice("".join(self.text), self.logprobs, 0, reason)
+        return self._choice("".join(self.text), self.logprobs, reason)
 
-    def _part(self, text: str, entries: Sequence[Json] = (), reason: str | None = None) -> Json:
-        offset = self._offset
-        self._offset += len(text)
+    def _part(self, text: str, entries: Sequence[Entry] = (), reason: str | None = None) -> Json:
         self.text.append(text)
         self.logprobs += entries
-        return self._choice(text, entries, offset, reason)
+        return self._choice(text, entries, reason)
 
-    def _choice(self, text: str, entries: Sequence[Json], offset: int, reason: str | None) -> Json:
-        logprobs = _old_shape(entries, offset) if entries else None
+    def _choice(self, text: str, entries: Sequence[Entry], reason: str | None) -> Json:
+        logprobs = old_json(entries) if entries else None
         return {"text": text, "index": self.index, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _old_shape(entries: Sequence[Json], offset: int) -> Json:
-    """`offset`: characters of the text before them."""
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry["token"])
-    return {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [{other["token"]: other["logprob"] for other in entry["top_logprobs"]} for entry in entries],
-        "text_offset": offsets,
-    }

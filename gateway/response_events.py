@@ -6,11 +6,12 @@ The same turn always makes the same events with the same numbers, so a stream ca
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvferry.client import Finished, FinishReason, Placed, Started, Token, ToolCall, TurnEvent
-from kvferry.gateway.choices import logprob_json
+from kvferry.gateway.logprobs import HeldContentLogprobs, logprob_json
 
 Json = dict[str, Any]
 
@@ -60,6 +61,7 @@ class ResponseStream:
     _output: list[Json] = field(default_factory=list)
     _open: list[str] = field(default_factory=list)  # text of the item that is being written
     _logprobs: list[Json] = field(default_factory=list)
+    _held: HeldContentLogprobs = field(default_factory=HeldContentLogprobs)
     _n_prompt: int = 0
     _n_cached: int = 0
     _n_reasoning: int = 0
@@ -77,7 +79,7 @@ class ResponseStream:
                 return []
             case Token():
                 self._n_reasoning += bool(event.reasoning)
-                return self._parts(event.reasoning, event.content, event.tool_calls, event)
+                return self._parts(event.reasoning, event.content, event.tool_calls, self._held.push(event))
             case Finished():
                 return self._end(event)
         return []
@@ -87,25 +89,23 @@ class ResponseStream:
         """As it is now."""
         return {**self.base, "output": list(self._output)}
 
-    def _parts(
-        self, reasoning: str, content: str, calls: tuple[ToolCall, ...], token: Token | None = None
-    ) -> list[Json]:
+    def _parts(self, reasoning: str, content: str, calls: tuple[ToolCall, ...], told: Sequence[Token]) -> list[Json]:
         events: list[Json] = []
         if reasoning:
             events += self._write("reasoning", reasoning)
         if content:
-            events += self._write("message", content, token)
+            events += self._write("message", content, told)
         for call in calls:
             events += self._call(call)
         return events
 
-    def _write(self, kind: str, text: str, token: Token | None = None) -> list[Json]:
+    def _write(self, kind: str, text: str, told: Sequence[Token] = ()) -> list[Json]:
         events = [] if self._is_open(kind) else [*self._close(), *self._begin(kind)]
         self._open.append(text)
         name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
         event = self._item_event(name, delta=text)
         if kind == "message":
-            entries = [] if token is None or token.logprob is None else [logprob_json(token)]
+            entries = [logprob_json(token) for token in told]
             self._logprobs += entries
             event["logprobs"] = entries
         return [*events, event]
@@ -163,7 +163,8 @@ class ResponseStream:
 
     def _end(self, finished: Finished) -> list[Json]:
         status = STATUS.get(finished.reason, "failed")
-        events = self._parts(finished.tail_reasoning, finished.tail_content, finished.tail_calls)
+        told = self._held.flush(finished)
+        events = self._parts(finished.tail_reasoning, finished.tail_content, finished.tail_calls, told)
         events += self._close("completed" if status == "completed" else "incomplete")
         self.base = {**self.base, "status": status, "usage": self._usage(finished)}
         if status == "incomplete":

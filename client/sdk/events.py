@@ -27,6 +27,8 @@ class TokenLogprob:
     token_id: int
     logprob: float
     text: str
+    # What it stands for, maybe a part of a character, for which `text` has U+FFFD; empty from older coordinators.
+    token_bytes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class Token:
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    # With a log-probability: what the token itself stands for, maybe a part of a character.
+    token_bytes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

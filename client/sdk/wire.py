@@ -91,10 +91,11 @@ def _token_of(sequence: int, message: chat_pb2.TokenEvent) -> Token:
         token_id=message.token_id,
         text=message.text,
         logprob=message.logprob if message.HasField("logprob") else None,
-        top_logprobs=tuple(TokenLogprob(t.token_id, t.logprob, t.text) for t in message.top_logprobs),
+        top_logprobs=tuple(TokenLogprob(t.token_id, t.logprob, t.text, t.token_bytes) for t in message.top_logprobs),
         content=content,
         reasoning=reasoning,
         tool_calls=calls,
+        token_bytes=message.token_bytes,
     )
 
 

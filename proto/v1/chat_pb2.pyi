@@ -1288,12 +1288,17 @@ class TokenEvent(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     IS_CONTENT_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     text: _builtins.str
     """Text that this token completed; may be empty (half a character, or held back for a stop string)."""
     logprob: _builtins.float
     is_content: _builtins.bool
     """All of `text` is content, and `parts` says no more: it is left empty."""
+    token_bytes: _builtins.bytes
+    """With a log-probability: what the token itself stands for, whatever of it was text by now. Those of all tokens but an end token
+    make the answer's text in UTF-8, which a stop string may cut.
+    """
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]: ...
     @_builtins.property
@@ -1311,10 +1316,11 @@ class TokenEvent(_message.Message):
         top_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         parts: _abc.Iterable[Global___AnswerPart] | None = ...,
         is_content: _builtins.bool = ...,
+        token_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "is_content", b"is_content", "logprob", b"logprob", "parts", b"parts", "text", b"text", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "is_content", b"is_content", "logprob", b"logprob", "parts", b"parts", "text", b"text", "token_bytes", b"token_bytes", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015

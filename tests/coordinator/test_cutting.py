@@ -28,8 +28,8 @@ class Letters:
     def flush(self) -> str:
         return ""
 
-    def token_text(self, token_id: int) -> str:
-        return chr(97 + token_id)
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([97 + token_id])
 
 
 def turn(turn_id: str, prompt: list[int], answer: list[int], n_history: int) -> TurnRecord:
@@ -38,7 +38,7 @@ def turn(turn_id: str, prompt: list[int], answer: list[int], n_history: int) -> 
     )
     outcome = TurnOutcome(
         reason=FinishReason.END, answer_ids=np.array(answer, np.int32),
-        answer_text="".join(map(Letters().token_text, answer)), logprobs=details.SerializeToString(),
+        answer_text=b"".join(map(Letters().token_bytes, answer)).decode(), logprobs=details.SerializeToString(),
     )  # fmt: skip
     return TurnRecord(
         session_id="s", turn_id=turn_id, messages=(Message("user", "q"),), n_history_tokens=n_history,

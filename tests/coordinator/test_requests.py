@@ -58,7 +58,7 @@ BAD = [
     (ask(tools=[tool("a", DEEP)]), "invalid_tools", "the parameters of the tool a are nested more than 64 deep"),
     (ask(tools=[tool("a", '{"type": "string"}')]), "invalid_tools", 'tool a have the type "string": arguments are an'),
     (ask(tools=[tool("a", '{"type": ["object", "null"]}')]), "invalid_tools", "tool a have the type .*: arguments are"),
-    (said(role="assistant", tool_calls=[call("f", DEEP)]), "invalid_message", "'f' with arguments that are nested more"),
+    (said(role="assistant", tool_calls=[call("f", DEEP)]), "invalid_message", "arguments that are nested more than 64"),
     (said(role="assistant", tool_calls=[call("f", "[" * 99999)]), "invalid_message", "that are nested more than 64"),
     (said(role="assistant", tool_calls=[call("f", '{"a": NaN}')]), "invalid_message", "are no JSON .NaN is none of"),
     (said(role="assistant", tool_calls=[call("f", r'{"a": "\ud83e"}')]), "invalid_message", "are no text: half of a"),

@@ -33,16 +33,13 @@ class ByteText:
         self._detokenizer, self._watcher = Detokenizer(self), StopWatcher(stops)
 
     def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id])
+        return b"" if token_id == END else bytes([token_id])
 
     def push(self, token_id: int) -> tuple[str, bool]:
         return self._watcher.push(self._detokenizer.push(token_id))
 
     def flush(self) -> str:
         return self._watcher.push(self._detokenizer.flush())[0] + self._watcher.flush()
-
-    def token_text(self, token_id: int) -> str:
-        return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def record(**changes: object) -> TurnRecord:
