@@ -13,7 +13,7 @@ import datetime as dt
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -31,6 +31,7 @@ from kvferry.trust.certificates import (
     new_key,
     subject_of,
 )
+from kvferry.trust.clock import Clock, now_utc, usable
 from kvferry.trust.errors import AuthorityInvalid, RequestInvalid
 from kvferry.trust.files import PUBLIC_MODE, SECRET_MODE, reason_of, write_atomically
 
@@ -50,13 +51,6 @@ MAX_DAYS: Final = 3650
 CLOCK_SKEW: Final = dt.timedelta(minutes=5)
 """A certificate is valid a little before it was made: the clocks of boards differ."""
 
-Clock = Callable[[], dt.datetime]
-
-
-def now_utc() -> dt.datetime:
-    """The time that certificates are compared with."""
-    return dt.datetime.now(dt.UTC)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Issued:
@@ -70,7 +64,7 @@ class Issued:
 
 
 class Authority:
-    """What can be asked of the authority in a folder. All methods raise AuthorityInvalid and RequestInvalid."""
+    """What can be asked of the authority in a folder. Methods raise AuthorityInvalid, RequestInvalid, ClockWrong."""
 
     def __init__(self, folder: Path, clock: Clock = now_utc) -> None:
         self.folder = folder
@@ -132,8 +126,13 @@ class Authority:
         except ValueError as error:
             raise RequestInvalid(f"the certificate cannot be made: {error}") from error
         with self.locked():
-            signer, key = self.trusted()[0], self._key()
-            certificate = _certificate(public_key, subject_of(name, role), names, days, signer, key, self._clock())
+            signer, key, now = self.trusted()[0], self._key(), self._now()
+            if signer.not_valid_after_utc <= now:
+                raise AuthorityInvalid(
+                    f"the authority in {self.folder} has expired on {signer.not_valid_after_utc:%Y-%m-%d}: "
+                    f"kvferry certs renew-authority {self.folder}"
+                )
+            certificate = _certificate(public_key, subject_of(name, role), names, days, signer, key, now)
             issued = Issued(f"{certificate.serial_number:x}", name, role, certificate.not_valid_after_utc.isoformat())
             self._write_book([*self.book(), issued])
         return certificate
@@ -141,7 +140,7 @@ class Authority:
     def revoke(self, *, name: str | None = None, serial: str | None = None) -> list[Issued]:
         """All certificates of an identity, or one by its serial; those that it revoked. The list is signed anew."""
         with self.locked():
-            now = self._clock().isoformat()
+            now = self._now().isoformat()
             book = self.book()
             asked = [one for one in book if one.name == name or one.serial == (serial or "").lower().lstrip("0")]
             if not asked:
@@ -164,6 +163,9 @@ class Authority:
         except (ValueError, TypeError) as error:
             raise AuthorityInvalid(f"{self.folder / ISSUED_FILE} is damaged: {error}") from error
 
+    def _now(self) -> dt.datetime:
+        return usable(self._clock())
+
     def _begin(self, name: str, days: int, old: list[x509.Certificate]) -> None:
         """A new key and what it signs; the key first, since a certificate without its key signs nothing."""
         if not 1 <= days <= 2 * MAX_DAYS:
@@ -171,7 +173,7 @@ class Authority:
         if not 1 <= len(name) <= 64:
             raise RequestInvalid("an authority's name has 1 to 64 letters")
         key, subject = new_key(), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = _authority_certificate(key, subject, days, self._clock())
+        certificate = _authority_certificate(key, subject, days, self._now())
         self._write(CA_KEY_FILE, key_pem(key), SECRET_MODE)
         self._write(CA_FILE, certificate_pem(certificate, *old), PUBLIC_MODE)
         book = self.book() if old else []
@@ -181,7 +183,7 @@ class Authority:
 
     def _write_list(self, book: Sequence[Issued]) -> None:
         """Of those that have not expired by themselves."""
-        now = self._clock()
+        now = self._now()
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.trusted()[0].subject)

@@ -191,7 +191,7 @@ def show(places: tuple[Path, ...], as_json: bool) -> None:
     """Show what PLACES (authorities, TLS folders, certificates) hold: who, which role, until when."""
     from kvferry.trust.showing import lines_of, print_lines
 
-    lines = [line for place in places for line in lines_of(place)]
+    lines = lines_of(places)
     if as_json:
         click.echo(json.dumps([line.as_json() for line in lines], indent=1))
     else:

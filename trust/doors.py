@@ -15,8 +15,8 @@ import grpc.aio
 
 from kvferry.proto.address import parse_address
 from kvferry.proto.channel import Options, channel_options
-from kvferry.trust.authority import now_utc
 from kvferry.trust.certificates import Role
+from kvferry.trust.clock import now_utc, validity
 from kvferry.trust.errors import PlaintextRefused, TlsFolderInvalid
 from kvferry.trust.tls_folder import Material, TlsFolder
 
@@ -74,8 +74,12 @@ def open_folder(
             f"the certificate in {path} is for {', '.join(identity.addresses) or 'no address'}, and others would not "
             f"believe it at {host}: issue one with --address {host}"
         )
-    if identity.not_after <= now_utc():
+    state = validity(identity.not_before, identity.not_after, now_utc())
+    if state == "expired":
         log.error("the certificate in %s has expired on %s", path, f"{identity.not_after:%Y-%m-%d}")
+    elif state == "not yet valid":
+        begins = f"{identity.not_before:%Y-%m-%d}"
+        log.error("the certificate in %s is not valid before %s: look at this machine's clock", path, begins)
     return folder
 
 

@@ -24,6 +24,12 @@ class RequestInvalid(TrustError):
     code = "request_invalid"
 
 
+class ClockWrong(TrustError):
+    """The machine's clock says a time at which nothing can be dated."""
+
+    code = "clock_wrong"
+
+
 class TlsFolderInvalid(TrustError):
     """The folder with a process's certificate and key cannot be used."""
 

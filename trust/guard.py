@@ -12,10 +12,10 @@ from typing import Final, Protocol
 
 from cryptography import x509
 
-from kvferry.trust.authority import now_utc
 from kvferry.trust.bearer import AUTHORIZATION, BEARER
 from kvferry.trust.caller import NOBODY, Caller
 from kvferry.trust.certificates import Identity, identity_of
+from kvferry.trust.clock import now_utc
 from kvferry.trust.errors import PermissionDenied, RateLimited, Refused, Unauthenticated
 from kvferry.trust.limits import Bucket
 from kvferry.trust.roles import BEARERS, NEED_TOKEN, OWN_NAME, STARTS_TURN, may_call

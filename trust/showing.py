@@ -6,18 +6,21 @@ import dataclasses
 import datetime as dt
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cryptography import x509
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.trust.authority import CA_KEY_FILE, Authority, now_utc
+from kvferry.trust.authority import CA_KEY_FILE, Authority
 from kvferry.trust.certificates import identity_of
+from kvferry.trust.clock import now_utc, validity
 from kvferry.trust.errors import TlsFolderInvalid
 from kvferry.trust.files import reason_of
 from kvferry.trust.tls_folder import CERTIFICATE_FILE, read_certificates, read_material
 from kvferry.trust.tokens import Token
+
+REVOKED: Final = "revoked"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,20 +40,28 @@ class Line:
         return dataclasses.asdict(self) | {"not_after": self.not_after.isoformat()}
 
 
-def lines_of(place: Path) -> list[Line]:
-    """What an authority has signed, what a TLS folder holds, or what is in a file. Raises TrustError."""
+def lines_of(places: Sequence[Path]) -> list[Line]:
+    """What authorities have signed, what TLS folders hold, what is in files.
+
+    What one of them says is revoked is so wherever else it is found, though the list may not have got there.
+    Raises TrustError.
+    """
+    lines = [line for place in places for line in _lines_of(place)]
+    revoked = {line.serial for line in lines if line.state == REVOKED}
+    return [dataclasses.replace(line, state=REVOKED) if line.serial in revoked else line for line in lines]
+
+
+def _lines_of(place: Path) -> list[Line]:
     if (place / CA_KEY_FILE).exists():
         authority = Authority(place)
-        return [
-            *(_of_authority(place, certificate) for certificate in authority.trusted()),
-            *(
-                Line(
-                    str(place), one.name, one.role, one.serial, dt.datetime.fromisoformat(one.not_after),
-                    "revoked" if one.revoked_at else _state(dt.datetime.fromisoformat(one.not_after)),
-                )
-                for one in authority.book()
-            ),
-        ]  # fmt: skip
+        trusted, now = authority.trusted(), now_utc()
+        began = min(certificate.not_valid_before_utc for certificate in trusted)  # nothing that it signed is older
+        lines = [_of_authority(place, certificate) for certificate in trusted]
+        for one in authority.book():
+            not_after = dt.datetime.fromisoformat(one.not_after)
+            state = REVOKED if one.revoked_at else validity(began, not_after, now)
+            lines.append(Line(str(place), one.name, one.role, one.serial, not_after, state))
+        return lines
     if place.is_dir():
         revoked = read_material(place).revoked
         return _of_file(place / CERTIFICATE_FILE, revoked)
@@ -69,7 +80,7 @@ def _of_file(path: Path, revoked: frozenset[int]) -> list[Line]:
         except ValueError:
             lines.append(_of_authority(path, certificate))
             continue
-        state = "revoked" if who.serial in revoked else _state(who.not_after)
+        state = REVOKED if who.serial in revoked else validity(who.not_before, who.not_after, now_utc())
         lines.append(Line(str(path), who.name, who.role, f"{who.serial:x}", who.not_after, state, who.addresses))
     return lines
 
@@ -77,11 +88,8 @@ def _of_file(path: Path, revoked: frozenset[int]) -> list[Line]:
 def _of_authority(place: Path, certificate: x509.Certificate) -> Line:
     not_after = certificate.not_valid_after_utc
     serial, name = f"{certificate.serial_number:x}", certificate.subject.rfc4514_string().removeprefix("CN=")
-    return Line(str(place), name, "authority", serial, not_after, _state(not_after))
-
-
-def _state(not_after: dt.datetime) -> str:
-    return "expired" if not_after <= now_utc() else "valid"
+    state = validity(certificate.not_valid_before_utc, not_after, now_utc())
+    return Line(str(place), name, "authority", serial, not_after, state)
 
 
 def print_lines(lines: Sequence[Line]) -> None:

@@ -22,7 +22,7 @@ from typing import Final, Literal
 import pydantic
 from pydantic import Field
 
-from kvferry.trust.authority import now_utc
+from kvferry.trust.clock import now_utc, usable
 from kvferry.trust.errors import TokensInvalid, Unauthenticated
 from kvferry.trust.files import SECRET_MODE, reason_of, write_atomically
 from kvferry.trust.rereading import Reread
@@ -114,10 +114,10 @@ def new_token(
     days: float | None = None,
     now: dt.datetime | None = None,
 ) -> tuple[str, Token]:
-    """The token, which nobody can find out later, and what is kept of it. Raises TokensInvalid."""
+    """The token, which nobody can find out later, and what is kept of it. Raises TokensInvalid, ClockWrong."""
     if days is not None and not 0 < days <= MAX_DAYS:
         raise TokensInvalid(f"such a token cannot be made: it is valid for more than 0 and at most {MAX_DAYS} days")
-    now = now or now_utc()
+    now = usable(now or now_utc())
     token_id = secrets.token_hex(6)
     text = f"{PREFIX}{token_id}_{secrets.token_urlsafe(32)}"
     try:
