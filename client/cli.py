@@ -118,7 +118,11 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.Abort:
         sys.exit(EXIT_INTERRUPTED)
     except click.ClickException as error:
-        error.show()
+        from kvferry.terminal.words import shown
+
+        told = io.StringIO()
+        error.show(told)
+        click.echo(shown(told.getvalue(), err=True), err=True, nl=False)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         _discard(sys.stdout)
@@ -127,11 +131,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - a person gets a sentence, whatever it is
         from kvferry.terminal.failures import EXIT_BUG, sentence_of, tell_bug
+        from kvferry.terminal.words import shown
 
         complaint = _output_complaint(error)
         sentence, exit_code = (complaint, 1) if complaint else sentence_of(error) or (tell_bug(error), EXIT_BUG)
         try:
-            click.echo(f"error: {sentence}", err=True)
+            click.echo(f"error: {shown(sentence, err=True)}", err=True)
         except OSError:  # stderr may be just as full
             _discard(sys.stderr)
         sys.exit(exit_code)

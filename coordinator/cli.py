@@ -12,6 +12,7 @@ import click
 
 from kvferry.telemetry.options import Format, telemetry_options
 from kvferry.terminal.completing import completes
+from kvferry.terminal.words import say
 from kvferry.trust.options import server_options
 
 
@@ -94,6 +95,6 @@ def main() -> int:
     except Exception as e:
         if not isinstance(getattr(e, "code", None), str):
             raise
-        click.echo(f"error: {e}", err=True)
+        say(f"error: {e}", err=True)
         return int(getattr(e, "exit_code", 1))
     return 0

@@ -16,6 +16,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from kvferry.doctor.finding import KV_BYTES, Check, Finding, Subject, Verdict, fail
 from kvferry.doctor.report import print_finding
 from kvferry.terminal.output import json_option, print_json
+from kvferry.terminal.words import say
 
 GROUP: Final = "kvferry.doctor_checks"
 _ORDER: Final = ("machine", "store", "certificates", "engine")
@@ -66,7 +67,7 @@ def doctor(config_file: Path | None, as_json: bool, **asked: Any) -> None:
     if as_json:
         print_json({"ok": not counts[Verdict.FAIL], "findings": findings})
     else:
-        click.echo(f"{counts[Verdict.OK]} ok, {counts[Verdict.WARN]} to look at, {counts[Verdict.FAIL]} failed")
+        say(f"{counts[Verdict.OK]} ok, {counts[Verdict.WARN]} to look at, {counts[Verdict.FAIL]} failed")
     if counts[Verdict.FAIL]:
         sys.exit(1)
 

@@ -8,6 +8,7 @@ from typing import Final
 import click
 
 from kvferry.doctor.finding import Finding, Verdict
+from kvferry.terminal.words import say, shown
 
 _COLOUR: Final = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
@@ -15,8 +16,8 @@ _COLOUR: Final = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "re
 def print_finding(finding: Finding) -> None:
     """A line, and what it means and what to do where there is something."""
     verdict = click.style(f"{finding.verdict.value:4}", fg=_COLOUR[finding.verdict])
-    click.echo(f"{verdict}  {finding.check}: {finding.found}")
+    click.echo(f"{verdict}  {shown(f'{finding.check}: {finding.found}')}")
     for text in (finding.means, finding.advice):
         if text:
             whole = f"{text[:1].upper()}{text[1:]}."
-            click.echo(textwrap.fill(whole, 100, initial_indent="      ", subsequent_indent="      "))
+            say(textwrap.fill(whole, 100, initial_indent="      ", subsequent_indent="      "))

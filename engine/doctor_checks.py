@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-import click
 import numpy as np
 from rich.filesize import decimal
 
@@ -17,6 +16,7 @@ from kvferry.engine.available import available_memory
 from kvferry.engine.cores import choose_cores
 from kvferry.engine.errors import EngineError, ModelInvalid, ModelNotFound, SelfTestFailed
 from kvferry.engine.files.catalogue import cache_root
+from kvferry.terminal.words import say
 
 # Features that choose a kernel path, or would if there were one for them.
 _TELLING: Final = (
@@ -59,7 +59,7 @@ def _kernels() -> Iterator[Finding]:
 
     was_there = cached_kernels() is not None
     if not was_there:
-        click.echo("compiling kernels for this processor, for up to a minute", err=True)
+        say("compiling kernels for this processor, for up to a minute", err=True)
     from kvferry.engine.kernels.intrinsics import ISA
 
     present = [name for name in _TELLING if name in host_features()]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvferry.fleet.bundle import ARCHITECTURES
+from kvferry.terminal.words import say
 
 if TYPE_CHECKING:
     from kvferry.engine.files.catalogue import ModelRecord
@@ -64,9 +65,7 @@ def bundle(
     made = make_bundle(tree, folder, arch, python, wanted, refresh=refresh)
     gathered = [file for record in records for file in gather_model(record, folder / "models")]
     if as_json:
-        click.echo(
-            json.dumps({**asdict(made), "models": [{"path": str(p), "sha256": s} for p, s in gathered]}, indent=2)
-        )
+        say(json.dumps({**asdict(made), "models": [{"path": str(p), "sha256": s} for p, s in gathered]}, indent=2))
     else:
         _tell(made, gathered)
 
@@ -98,9 +97,9 @@ def _bring(file: Path, target: Path, sha256: str) -> None:
 
 
 def _tell(made: Bundle, gathered: list[tuple[Path, str]]) -> None:
-    click.echo(f"release  {made.release}{'' if made.made else '  (was there already)'}")
-    click.echo(f"tar      {made.tar}  {Path(made.tar).stat().st_size / 1e6:.0f} MB")
-    click.echo(f"sha256   {made.sha256}")
+    say(f"release  {made.release}{'' if made.made else '  (was there already)'}")
+    say(f"tar      {made.tar}  {Path(made.tar).stat().st_size / 1e6:.0f} MB")
+    say(f"sha256   {made.sha256}")
     for path, digest in gathered:
-        click.echo(f"model    {path}  {path.stat().st_size / 1e6:.0f} MB\n         {digest}")
-    click.echo("next     cd ansible && ansible-playbook -i inventory.yml site.yml")
+        say(f"model    {path}  {path.stat().st_size / 1e6:.0f} MB\n         {digest}")
+    say("next     cd ansible && ansible-playbook -i inventory.yml site.yml")

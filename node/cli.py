@@ -10,6 +10,7 @@ import click
 
 from kvferry.telemetry.options import Format, telemetry_options
 from kvferry.terminal.completing import completes
+from kvferry.terminal.words import say
 from kvferry.trust.options import server_options, tls_dir_option
 
 
@@ -98,10 +99,10 @@ def run(config_file: Path | None, log_format: Format | None, otlp: str | None, *
 def status(address: str, *, tls_dir: Path | None, is_json: bool) -> None:
     """Ask the node at ADDRESS (HOST:PORT) how it is."""
     _silence_grpc()
-    from rich.console import Console
     from rich.table import Table
 
     from kvferry.node.asking import as_json, as_lines, ask_status
+    from kvferry.terminal.output import console
 
     _check_address(address)
     told = ask_status(address, tls_dir)
@@ -111,7 +112,7 @@ def status(address: str, *, tls_dir: Path | None, is_json: bool) -> None:
     table = Table("", address, title_justify="left")
     for name, value in as_lines(told):
         table.add_row(name, value)
-    Console().print(table)
+    console().print(table)
 
 
 @node.command(epilog="Example: kvferry node drain 192.0.2.11:7071 --finish 60")
@@ -133,7 +134,7 @@ def drain(address: str, *, tls_dir: Path | None, finish: float, timeout: float, 
     if is_json:
         click.echo(as_json(told))
         return
-    click.echo(f"drained: {told.n_sessions_saved} sessions saved, {told.n_turns_moved} turns moved")
+    say(f"drained: {told.n_sessions_saved} sessions saved, {told.n_turns_moved} turns moved")
 
 
 def _check_address(address: str) -> None:

@@ -14,6 +14,7 @@ from kvferry.settings.roles import flags_of, read_run_options, role_names, setti
 from kvferry.settings.sources import Given, collect
 from kvferry.settings.template import template
 from kvferry.terminal.output import json_option, print_json, print_table
+from kvferry.terminal.words import say
 
 _AS_RUN = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
@@ -73,7 +74,7 @@ def check(role: str, run_options: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json({"role": role, "ok": not problems, "problems": problems})
     elif not problems:
-        click.echo(f"{role}: {len(given.origins)} settings given, {len(model.model_fields)} in all; they can be used")
+        say(f"{role}: {len(given.origins)} settings given, {len(model.model_fields)} in all; they can be used")
     _end(role, problems, quiet=as_json)
 
 
@@ -89,7 +90,7 @@ def init(role: str, run_options: tuple[str, ...]) -> None:
     given, file = read_run_options(role, list(run_options))
     if file is not None:
         raise click.UsageError("init begins a file, it does not read one: leave --config out")
-    click.echo(template(settings_of(role), flags_of(role), given.values), nl=False)
+    say(template(settings_of(role), flags_of(role), given.values), nl=False)
 
 
 def _given(role: str, run_options: tuple[str, ...], as_json: bool) -> tuple[bool, type[Settings], Given]:
@@ -120,7 +121,7 @@ def _end(role: str, problems: list[str], *, quiet: bool) -> None:
         return
     if not quiet:
         n = f"{len(problems)} settings of the {role} are" if len(problems) > 1 else f"one setting of the {role} is"
-        click.echo(f"error: {n} not right:", err=True)
+        say(f"error: {n} not right:", err=True)
         for problem in problems:
-            click.echo(f"  {problem}", err=True)
+            say(f"  {problem}", err=True)
     sys.exit(1)

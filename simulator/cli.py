@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from kvferry.terminal.output import json_option, print_json
+from kvferry.terminal.words import say
 
 
 class Quantity(click.FloatRange):
@@ -82,7 +83,7 @@ def simulate(
         raise click.BadParameter(f"{trace} is neither a file nor one of {', '.join(KINDS)}", param_hint="--trace")
     n_turns = sum(len(s.turns) for s in plan)
     if not as_json:
-        click.echo(f"{nodes} boards, {len(plan)} sessions, {n_turns} turns")
+        say(f"{nodes} boards, {len(plan)} sessions, {n_turns} turns")
     outcomes = []
     for name in RULES if compare else ["predicted"]:
         began = time.perf_counter()
@@ -90,7 +91,7 @@ def simulate(
         took_s = time.perf_counter() - began
         outcomes.append(outcome_facts(name, outcome, took_s))
         if not as_json:
-            click.echo(outcome_text(name, outcome, took_s))
+            say(outcome_text(name, outcome, took_s))
     if as_json:
         print_json({"n_boards": nodes, "n_sessions": len(plan), "n_turns": n_turns, "rules": outcomes})
 
@@ -161,16 +162,16 @@ def storm(seeds: int, first: int, processes: int, as_json: bool) -> None:
             }
         )
         raise SystemExit(1 if tally.failed else 0)
-    click.echo(
+    say(
         f"{tally.n_seeds} storms, {tally.virtual_s / 3600:.1f} hours of clusters, {tally.n_tokens} tokens read, "
         f"in {took_s:.0f} s"
     )
     for name, n in sorted(tally.sometimes.items(), key=lambda item: -item[1]):
-        click.echo(f"  {n:6} times: {name}")
+        say(f"  {n:6} times: {name}")
     for name in tally.never:
-        click.echo(f"  never: {name}")
+        say(f"  never: {name}")
     for verdict in tally.failed:
-        click.echo(f"seed {verdict.seed}: {'; '.join(verdict.problems)}")
-    click.echo(f"{len(tally.failed)} violations")
+        say(f"seed {verdict.seed}: {'; '.join(verdict.problems)}")
+    say(f"{len(tally.failed)} violations")
     if tally.failed:
         raise SystemExit(1)

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Final, TextIO
 
 from kvferry.telemetry.options import Format
+from kvferry.terminal.words import visible
 
 TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -41,8 +42,16 @@ def configure_logs(level: str, log_format: Format | None = None, stream: TextIO 
     to = sys.stderr if stream is None else stream
     handler = logging.StreamHandler(to)
     chosen = log_format or ("json" if _is_journal(to) else "text")
-    handler.setFormatter(JsonFormatter(always) if chosen == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonFormatter(always) if chosen == "json" else TextFormatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class TextFormatter(logging.Formatter):
+    """For a person, whose terminal is not for what a message quotes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As logging does, with control characters to be seen only."""
+        return visible(super().format(record))
 
 
 class JsonFormatter(logging.Formatter):

@@ -6,13 +6,17 @@ import base64
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
+
+from kvferry.terminal.words import say, visible
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -46,9 +50,23 @@ def colour() -> bool | None:
     return False if os.environ.get("NO_COLOR") else None
 
 
+class _SafeConsole(Console):
+    """What is not its own control code is text, and made visible on a terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Before it is measured, so that tables stay straight."""
+        return super().render_str(visible(text) if self.is_terminal else text, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Also what comes as Text."""
+        for segment in super().render(renderable, options):
+            is_text = self.is_terminal and not segment.control
+            yield Segment(visible(segment.text), segment.style) if is_text else segment
+
+
 def console(*, err: bool = False) -> Console:
     """Colours on terminals only, and not where NO_COLOR is set; a pipe gets lines that are never cut."""
-    found = Console(highlight=False, markup=False, stderr=err)
+    found = _SafeConsole(highlight=False, markup=False, stderr=err)
     if not found.is_terminal:
         found.width = max(found.width, _PIPED_WIDTH)
     return found
@@ -66,7 +84,7 @@ def plain_table(columns: Sequence[str]) -> Table:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
     """A plain table, or a sentence when there is nothing in it."""
     if not rows:
-        click.echo(empty)
+        say(empty)
         return
     table = plain_table(columns)
     for row in rows:

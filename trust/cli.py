@@ -9,6 +9,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from kvferry.terminal.words import say
+
 ROLES: Final = ("coordinator", "node", "gateway", "client", "operator")
 
 DAYS: Final = 60
@@ -50,7 +52,7 @@ def init(authority: Path, name: str, days: int) -> None:
     from kvferry.trust.authority import Authority
 
     Authority.create(authority, name, days)
-    click.echo(f"{authority} signs certificates now; its key is {authority / 'ca.key.pem'}")
+    say(f"{authority} signs certificates now; its key is {authority / 'ca.key.pem'}")
 
 
 @certs.command(
@@ -69,7 +71,7 @@ def issue(authority: Path, name: str, role: str, addresses: tuple[str, ...], day
     from kvferry.trust.certificates import Role
 
     identity = handing_out.issue(Authority(authority), out, name, Role(role), addresses, days)
-    click.echo(f"{out} is {identity}, until {identity.not_after:%Y-%m-%d}")
+    say(f"{out} is {identity}, until {identity.not_after:%Y-%m-%d}")
 
 
 @certs.command(epilog="Example: kvferry certs renew ca /etc/kvferry/tls")
@@ -83,7 +85,7 @@ def renew(authority: Path, tls_dirs: tuple[Path, ...], days: int) -> None:
 
     for folder in tls_dirs:
         identity = handing_out.renew(Authority(authority), folder, days)
-        click.echo(f"{folder} is {identity}, until {identity.not_after:%Y-%m-%d}")
+        say(f"{folder} is {identity}, until {identity.not_after:%Y-%m-%d}")
 
 
 @certs.command(
@@ -96,7 +98,7 @@ def request(tls_dir: Path, name: str, role: str, addresses: tuple[str, ...]) -> 
     from kvferry.trust import handing_out
     from kvferry.trust.certificates import Role
 
-    click.echo(str(handing_out.make_request(tls_dir, name, Role(role), addresses)))
+    say(str(handing_out.make_request(tls_dir, name, Role(role), addresses)))
 
 
 @certs.command(epilog="Example: kvferry certs sign ca request.pem --identity board-1 --role node --out cert.pem")
@@ -121,7 +123,7 @@ def sign(
         write_atomically(out, pem, PUBLIC_MODE)
     except OSError as error:
         raise RequestInvalid(f"{out} cannot be written: {reason_of(error)}") from error
-    click.echo(f"{out} is {role} {name}", err=is_stdout(out))
+    say(f"{out} is {role} {name}", err=is_stdout(out))
 
 
 @certs.command(epilog="Example: kvferry certs install /etc/kvferry/tls --cert cert.pem --ca ca.pem")
@@ -134,7 +136,7 @@ def install(tls_dir: Path, certificate: Path, ca: Path, revoked: Path | None) ->
     from kvferry.trust import handing_out
 
     identity = handing_out.install(tls_dir, certificate, ca, revoked)
-    click.echo(f"{tls_dir} is {identity}, until {identity.not_after:%Y-%m-%d}")
+    say(f"{tls_dir} is {identity}, until {identity.not_after:%Y-%m-%d}")
 
 
 @certs.command(epilog="Example: kvferry certs revoke ca board-1")
@@ -154,10 +156,10 @@ def revoke(authority: Path, identity: str | None, serial: str | None, tls_dirs: 
     for folder in tls_dirs:
         handing_out.hand_out_trust(ours, folder)
     for one in revoked:
-        click.echo(f"revoked {one.role} {one.name}, serial {one.serial}")
+        say(f"revoked {one.role} {one.name}, serial {one.serial}")
     if not revoked:
-        click.echo("nothing new: all of these were revoked before")
-    click.echo(f"copy {authority / 'revoked.pem'} into every --tls-dir of the fleet")
+        say("nothing new: all of these were revoked before")
+    say(f"copy {authority / 'revoked.pem'} into every --tls-dir of the fleet")
 
 
 @certs.command("renew-authority", epilog="Example: kvferry certs renew-authority ca")
@@ -168,7 +170,7 @@ def renew_authority(authority: Path, days: int) -> None:
     from kvferry.trust.authority import Authority
 
     Authority(authority).renew_authority(days)
-    click.echo(
+    say(
         f"1. copy {authority / 'ca.pem'} and revoked.pem into every --tls-dir  2. renew every certificate  "
         "3. kvferry certs forget-old, and copy again"
     )
@@ -181,7 +183,7 @@ def forget_old(authority: Path) -> None:
     from kvferry.trust.authority import Authority
 
     Authority(authority).forget_old()
-    click.echo(f"copy {authority / 'ca.pem'} into every --tls-dir")
+    say(f"copy {authority / 'ca.pem'} into every --tls-dir")
 
 
 @certs.command(epilog="Example: kvferry certs show /etc/kvferry/tls")
@@ -221,7 +223,7 @@ def add(path: Path, **terms: Any) -> None:
 
     text, token = new_token(terms.pop("tenant"), **terms)
     change_tokens(path, lambda present: [*present, token], may_be_new=True)
-    click.echo(text)
+    say(text)
 
 
 @tokens.command("list", epilog="Example: kvferry tokens list --file /etc/kvferry/tokens")
@@ -247,4 +249,4 @@ def revoke_token(path: Path, token_id: str) -> None:
     from kvferry.trust.tokens import change_tokens, revoked
 
     change_tokens(path, lambda present: revoked(present, token_id))
-    click.echo(f"revoked {token_id}")
+    say(f"revoked {token_id}")

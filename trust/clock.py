@@ -11,13 +11,16 @@ from kvferry.trust.errors import ClockWrong
 Clock = Callable[[], dt.datetime]
 
 _FIRST_YEAR: Final = 1970
-_LAST_YEAR: Final = 9800
-"""Certificates say nothing before 1950, calendars end with 9999, and a hundred years must fit before that."""
+_LAST_YEAR: Final = 2200
+"""Certificates say nothing before 1950, and Python's clock ends in 2262."""
 
 
 def now_utc() -> dt.datetime:
-    """As the machine has it."""
-    return dt.datetime.now(dt.UTC)
+    """As the machine has it. Raises ClockWrong for a time that not even Python can tell."""
+    try:
+        return dt.datetime.now(dt.UTC)
+    except (OverflowError, ValueError) as error:
+        raise ClockWrong(f"the clock of this machine says a time after {_LAST_YEAR}: set it first") from error
 
 
 def usable(now: dt.datetime) -> dt.datetime:

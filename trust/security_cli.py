@@ -12,6 +12,7 @@ import click
 from kvferry.doctor.finding import Finding, Verdict, fail
 from kvferry.doctor.report import print_finding
 from kvferry.terminal.output import json_option, print_json
+from kvferry.terminal.words import say
 
 
 @click.group()
@@ -42,7 +43,7 @@ def check(places: tuple[Path, ...], addresses: tuple[str, ...], strict: bool, as
     if as_json:
         print_json({"ok": is_good, "findings": findings})
     else:
-        click.echo(f"{counts[Verdict.OK]} ok, {counts[Verdict.WARN]} to look at, {counts[Verdict.FAIL]} open")
+        say(f"{counts[Verdict.OK]} ok, {counts[Verdict.WARN]} to look at, {counts[Verdict.FAIL]} open")
     sys.exit(0 if is_good else 1)
 
 

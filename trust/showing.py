@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from cryptography import x509
-from rich.console import Console
 from rich.table import Table
 
+from kvferry.terminal.output import console
 from kvferry.trust.authority import CA_KEY_FILE, Authority
 from kvferry.trust.certificates import identity_of
 from kvferry.trust.clock import now_utc, validity
@@ -98,7 +98,7 @@ def print_lines(lines: Sequence[Line]) -> None:
     for line in lines:
         until = f"{line.not_after:%Y-%m-%d %H:%M}"
         table.add_row(line.name, line.role, until, line.state, line.serial, ", ".join(line.addresses))
-    _print(table)
+    console().print(table)
 
 
 def print_tokens(tokens: Sequence[Token]) -> None:
@@ -108,11 +108,4 @@ def print_tokens(tokens: Sequence[Token]) -> None:
         limits = (token.requests_per_minute, token.concurrent_turns)
         until = "" if token.expires_at is None else f"{token.expires_at:%Y-%m-%d %H:%M}"
         table.add_row(token.id, token.tenant, token.state(now_utc()), *(str(n or "no limit") for n in limits), until)
-    _print(table)
-
-
-def _print(table: Table) -> None:
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width; never cut what a program may read
-    console.print(table)
+    console().print(table)

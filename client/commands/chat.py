@@ -38,6 +38,7 @@ from kvferry.client.sdk import (
 )
 from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option
+from kvferry.terminal.words import say
 
 HELP_TEXT = (
     "/new starts another session, /sessions lists them, /image FILE shows a picture with the next message, "
@@ -335,9 +336,9 @@ def _typed_lines() -> Iterator[str]:
         try:
             line = input("> ")
         except EOFError:
-            click.echo()
+            say()
             return
         except UnicodeDecodeError:
-            click.echo("That was not UTF-8; say it again.", err=True)
+            say("That was not UTF-8; say it again.", err=True)
             continue
         yield line

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import click
 from click.shell_completion import get_completion_class
 
+from kvferry.terminal.words import say
+
 _MOST = 50
 """More are no help in choosing; the latest are wanted most."""
 
@@ -30,7 +32,7 @@ def completion(context: click.Context, shell: str) -> None:
     found = get_completion_class(shell)
     if found is None:
         raise click.UsageError(f"click knows no completion for {shell}")
-    click.echo(found(context.find_root().command, {}, PROGRAM, f"_{PROGRAM.upper()}_COMPLETE").source())
+    say(found(context.find_root().command, {}, PROGRAM, f"_{PROGRAM.upper()}_COMPLETE").source())
 
 
 def session_ids(context: click.Context) -> Iterable[str]:

@@ -10,6 +10,7 @@ from kvferry.client.commands.options import connect, coordinator_option
 from kvferry.client.sdk import NodeInfo, StoreFigures
 from kvferry.terminal.output import json_option, print_json, print_table
 from kvferry.terminal.units import bytes_text, duration_text
+from kvferry.terminal.words import say
 
 
 @click.command(epilog="Example: kvferry nodes --coordinator 192.0.2.1:7070")
@@ -35,24 +36,24 @@ def status(coordinator: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    click.echo(f"coordinator {found.coordinator_id} at {coordinator}, kvferry {found.version}")
-    click.echo(f"models: {', '.join(found.models or (found.model,))}")
-    click.echo(
+    say(f"coordinator {found.coordinator_id} at {coordinator}, kvferry {found.version}")
+    say(f"models: {', '.join(found.models or (found.model,))}")
+    say(
         f"up {duration_text(found.uptime_seconds)} (generation {found.generation}), "
         f"{found.n_turns_finished} turns finished, {found.n_failovers} failovers"
     )
-    click.echo(
+    say(
         f"{found.n_sessions} sessions, {found.n_open_turns} turns open, "
         f"{found.n_snapshots} snapshots ({bytes_text(found.snapshot_bytes)})"
     )
     if found.n_predictions:
-        click.echo(
+        say(
             f"first token after {found.first_token_seconds:.2f} s at the median of the last {found.n_predictions}, "
             f"predicted {found.predicted_seconds:.2f} s, off by {found.prediction_error:.0%}"
         )
     stores = [node.store for node in found.nodes if node.store is not None]
     if stores:
-        click.echo(_store_use(stores))
+        say(_store_use(stores))
     _print_nodes(found.nodes)
 
 
@@ -113,7 +114,7 @@ def _print_nodes(found: Sequence[NodeInfo]) -> None:
     print_table(columns, rows, "No node has registered yet.")
     for node in found:
         if node.other_store or node.other_key:
-            click.echo(f"{node.node_id} {OTHER_STORE if node.other_store else OTHER_KEY}")
+            say(f"{node.node_id} {OTHER_STORE if node.other_store else OTHER_KEY}")
 
 
 def store_text(node: NodeInfo) -> str:

@@ -12,6 +12,7 @@ from kvferry.client.sdk import Client
 from kvferry.client.sdk.aio import DEFAULT_ADDRESS
 from kvferry.client.sdk.retry import OnOutage
 from kvferry.terminal.output import colour
+from kvferry.terminal.words import say
 from kvferry.trust.bearer import read_token
 from kvferry.trust.options import credential_options, given_credential
 
@@ -49,4 +50,4 @@ def connect(coordinator: str, patience_s: float = UNARY_PATIENCE_S, on_outage: O
 
 def tell_outage(error: ClientError, patience_s: float) -> None:
     """The SDK's hook: a person who waits is told at once for what, and how long."""
-    click.secho(f"[{str(error).rstrip('.')}; trying on for {patience_s:g} s]", dim=True, err=True, color=colour())
+    say(f"[{str(error).rstrip('.')}; trying on for {patience_s:g} s]", dim=True, err=True, color=colour())

@@ -8,6 +8,7 @@ from kvferry.client.commands.options import connect, coordinator_option
 from kvferry.client.sdk import Candidate, Placed
 from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option, print_json, print_table
+from kvferry.terminal.words import say
 
 
 @click.command(epilog="Example: kvferry route --explain SESSION")
@@ -31,9 +32,9 @@ def route(session_id: str, turn_id: str | None, coordinator: str, as_json: bool)
         print_json([{"turn_id": turn.turn_id, "placements": turn.placements} for turn in shown])
         return
     if not shown:
-        click.echo("No such turn." if turn_id else "No turns yet.")
+        say("No such turn." if turn_id else "No turns yet.")
     for turn in shown:
-        click.echo(f"turn {turn.turn_id}, {turn.n_prompt_tokens} tokens of prompt")
+        say(f"turn {turn.turn_id}, {turn.n_prompt_tokens} tokens of prompt")
         for placed in turn.placements:
             print_placement(placed)
 
@@ -41,7 +42,7 @@ def route(session_id: str, turn_id: str | None, coordinator: str, as_json: bool)
 def print_placement(placed: Placed) -> None:
     """One decision: the outcome, then all candidates."""
     hidden = max(0, placed.n_candidates - len(placed.candidates))
-    click.echo(
+    say(
         f"  from token {placed.first_index} on {placed.node_id}: first token predicted in "
         f"{seconds_text(placed.predicted_seconds)}, {actual_text(placed)}"
     )
@@ -60,7 +61,7 @@ def print_placement(placed: Placed) -> None:
     ]
     print_table(columns, [row_of(candidate) for candidate in placed.candidates], "  No candidates were kept.")
     if hidden:
-        click.echo(f"  and {hidden} nodes that were further away")
+        say(f"  and {hidden} nodes that were further away")
 
 
 def actual_text(placed: Placed) -> str:

@@ -11,6 +11,7 @@ from kvferry.client.commands.transfer import export_session, import_session
 from kvferry.client.sdk import SessionInfo
 from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option, print_json, print_table
+from kvferry.terminal.words import say
 
 
 @click.group()
@@ -49,15 +50,15 @@ def show(session_id: str, coordinator: str, as_json: bool) -> None:
         return
     head = details.session
     tenant = f", tenant {head.tenant}" if head.tenant else ""
-    click.echo(f"session {head.session_id}: {head.n_turns} turns, {head.n_tokens} tokens, model {head.model}{tenant}")
+    say(f"session {head.session_id}: {head.n_turns} turns, {head.n_tokens} tokens, model {head.model}{tenant}")
     for turn in details.turns:
         for message in turn.messages:
-            click.echo(f"\n[{message.role}] {message.content}")
+            say(f"\n[{message.role}] {message.content}")
             for image in message.images:
                 size = f"{image.width} x {image.height} pixels, {image.n_tokens} tokens"
-                click.echo(f"[image {image.content_hash[:12]}, {size}, before character {image.at}]")
+                say(f"[image {image.content_hash[:12]}, {size}, before character {image.at}]")
         nodes = ", ".join(dict.fromkeys(p.node_id for p in turn.placements)) or "no node yet"
-        click.echo(f"\n[assistant, {turn.n_answer_tokens} tokens, {nodes}, {turn.state.value}] {turn.answer}")
+        say(f"\n[assistant, {turn.n_answer_tokens} tokens, {nodes}, {turn.state.value}] {turn.answer}")
 
 
 @sessions.command(epilog="Example: kvferry sessions fork SESSION")
@@ -81,7 +82,7 @@ def fork(
     if as_json:
         print_json({"session_id": forked.id, "forked_from": session_id})
     else:
-        click.echo(forked.id)
+        say(forked.id)
 
 
 @sessions.command(epilog="Example: kvferry sessions delete SESSION")
@@ -95,7 +96,7 @@ def delete(session_id: str, coordinator: str, as_json: bool) -> None:
     if as_json:
         print_json({"deleted": session_id})
     else:
-        click.echo(f"deleted {session_id}")
+        say(f"deleted {session_id}")
 
 
 def print_sessions(found: list[SessionInfo]) -> None:

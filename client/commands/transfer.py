@@ -13,6 +13,7 @@ from kvferry.client.session_file import SessionFile, read_session_file, write_se
 from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option, print_json
 from kvferry.terminal.output_file import is_stdout
+from kvferry.terminal.words import say
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 store_option = click.option("--store", metavar="DIR", help="The cluster's snapshot folder, for the rows.")
@@ -59,9 +60,7 @@ def export_session(
     if as_json:
         print_json(facts, err=to_stderr)
     else:
-        click.echo(
-            f"{file}: session {session_id}, {len(session.token_ids)} tokens, {n_rows} files of rows", err=to_stderr
-        )
+        say(f"{file}: session {session_id}, {len(session.token_ids)} tokens, {n_rows} files of rows", err=to_stderr)
 
 
 @click.command("import", epilog="Example: kvferry sessions import trip.session")
@@ -82,9 +81,9 @@ def import_session(file: Path, coordinator: str, name: str | None, store: str | 
     if as_json:
         print_json({"session_id": session.id, "n_row_files": n_rows, "rows_refused": why_not})
         return
-    click.echo(session.id)
+    say(session.id)
     if why_not:
-        click.echo(f"rows are not imported: {why_not}; they are computed anew", err=True)
+        say(f"rows are not imported: {why_not}; they are computed anew", err=True)
 
 
 def _rows_of(session: ExportedSession, store: str, key_file: Path | None, encrypted: bool) -> list[Path]:

@@ -21,6 +21,7 @@ from kvferry.client.sdk import (
     ToolCall,
     TurnEvent,
 )
+from kvferry.terminal.words import say
 
 _ENDINGS = {
     FinishReason.LENGTH: ", cut at the token limit",
@@ -51,7 +52,7 @@ class JsonView:
 
     def note(self, text: str) -> None:
         """Not for programs: to stderr."""
-        click.echo(text, err=True)
+        say(text, err=True)
 
 
 class TextView:
@@ -90,26 +91,26 @@ class TextView:
     def note(self, text: str) -> None:
         """A remark on a line of its own."""
         self._end_line()
-        click.secho(f"[{text}]", dim=True, err=True)
+        say(f"[{text}]", dim=True, err=True)
 
     def _show_parts(self, reasoning: str, content: str, calls: Sequence[ToolCall]) -> None:
         if reasoning:
             if self._in_line == "content":
                 self._end_line()
-            click.secho(reasoning, nl=False, dim=True, err=True)
+            say(reasoning, nl=False, dim=True, err=True)
             self._in_line = "" if reasoning.endswith("\n") else "thinking"
         if content:
             if self._in_line == "thinking":
                 self._end_line()
-            click.echo(content, nl=False)
+            say(content, nl=False)
             self._in_line = "" if content.endswith("\n") else "content"
         for call in calls:
             self._end_line()
-            click.echo(call_text(call))
+            say(call_text(call))
 
     def _end_line(self) -> None:
         if self._in_line:
-            click.echo(err=self._in_line == "thinking")
+            say(err=self._in_line == "thinking")
             self._in_line = ""
 
     def _show_placed(self, placed: Placed) -> None:

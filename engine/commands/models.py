@@ -18,6 +18,7 @@ from kvferry.engine.files.resolve import resolve_model
 from kvferry.terminal.completing import completes
 from kvferry.terminal.output import console, json_option, print_json
 from kvferry.terminal.progress import gauge
+from kvferry.terminal.words import say
 
 
 @click.group()
@@ -43,7 +44,7 @@ def fetch(name: str, revision: str | None, include: str | None, from_file: Path 
     if as_json:
         print_json(_record_facts(record))
         return
-    click.echo(f"{record.name}: {record.path}")
+    say(f"{record.name}: {record.path}")
 
 
 @models.command("list", epilog="Example: kvferry models list --json")
@@ -108,7 +109,7 @@ def pack(model: str, quant: Literal["q8", "q4"], as_json: bool) -> None:
         facts = {"path": str(path), "bytes": spec.n_file_bytes, "weights_bytes": spec.plan.n_bytes}
         print_json({**facts, "source_sha256": spec.source_sha256, "recipe": spec.plan.recipe})
         return
-    click.echo(f"{model}: {path} ({decimal(spec.n_file_bytes)}), every byte checked")
+    say(f"{model}: {path} ({decimal(spec.n_file_bytes)}), every byte checked")
 
 
 @models.command(epilog="Example: kvferry models verify smollm2-135m")
@@ -131,10 +132,10 @@ def verify(model: str, as_json: bool) -> None:
         return
     if record is not None:
         for name, entry in record.files.items():
-            click.echo(f"{entry.sha256}  {name}")
-        click.echo(f"{record.name}: every byte is as it was fetched")
+            say(f"{entry.sha256}  {name}")
+        say(f"{record.name}: every byte is as it was fetched")
     for path in packs:
-        click.echo(f"{path}: every byte is as it was packed")
+        say(f"{path}: every byte is as it was packed")
 
 
 def _checked_packs(path: Path, progress: ProgressCallback) -> list[Path]:

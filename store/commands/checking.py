@@ -25,6 +25,7 @@ from kvferry.store.reader import Identity
 from kvferry.store.repair import salvage
 from kvferry.store.segment_file import BlockDamagedError
 from kvferry.terminal.output import console, json_option, print_json
+from kvferry.terminal.words import say
 
 EXIT_PROBLEMS: Final = 3
 ORPHAN: Final = "orphan_segment"
@@ -124,18 +125,18 @@ def scrub(store: OpenStore, rate: float, as_json: bool) -> None:
         print_json(facts)
     else:
         for problem in rotten:
-            click.echo(f"{problem.repaired} {problem.path}")
+            say(f"{problem.repaired} {problem.path}")
         for problem in unreadable:
-            click.echo(f"{problem.problem}")
+            say(f"{problem.problem}")
         for reason, n_files in refused.items():
-            click.echo(f"{n_files} files not read ({reason})")
-        click.echo(f"{decimal(pace.n_bytes)} read in {pace.seconds:.1f} s, {len(rotten)} files quarantined")
+            say(f"{n_files} files not read ({reason})")
+        say(f"{decimal(pace.n_bytes)} read in {pace.seconds:.1f} s, {len(rotten)} files quarantined")
     _finish(store, interrupted=interrupted, bad=bool(rotten or unreadable or refused))
 
 
 def _finish(store: OpenStore, *, interrupted: bool, bad: bool) -> None:
     if interrupted:
-        click.echo("interrupted: what is said above is true of the part that was read; nothing is half done", err=True)
+        say("interrupted: what is said above is true of the part that was read; nothing is half done", err=True)
         store.finish(EXIT_INTERRUPTED)
     store.finish(EXIT_PROBLEMS if bad else 0)
 

@@ -17,6 +17,7 @@ from kvferry.store.errors import StoreMisuse
 from kvferry.store.lcp_index import common_prefix
 from kvferry.store.payload import Kind, Planes, PlaneSource, empty_planes, row_bytes
 from kvferry.terminal.output import json_option, print_json
+from kvferry.terminal.words import say
 
 EXIT_DIFFERENT = 3
 
@@ -69,7 +70,7 @@ def convert(
     if as_json:
         print_json({"file": str(file), "output": str(path), "version": version, "n_bytes": path.stat().st_size})
     else:
-        click.echo(str(path))
+        say(str(path))
 
 
 class _Told:
@@ -121,14 +122,14 @@ def diff(left: Path, right: Path, key_file: Path | None, encrypted: bool, as_jso
     if as_json:
         print_json({"n_tokens": [len(a.token_ids), len(b.token_ids)], "n_common": n, "layers": layers, "same": same})
     else:
-        click.echo(f"tokens  {len(a.token_ids)} and {len(b.token_ids)}, the first {n} are the same")
+        say(f"tokens  {len(a.token_ids)} and {len(b.token_ids)}, the first {n} are the same")
         for facts in layers:
             if facts["n_rows_different"]:
-                click.echo(
+                say(
                     f"layer {facts['layer']}  {facts['n_rows_different']} of {n} rows differ, first at"
                     f" {facts['first_position']}, by at most {facts['largest_difference']}"
                 )
-        click.echo("the same, bit for bit" if same else f"{n_different} rows differ")
+        say("the same, bit for bit" if same else f"{n_different} rows differ")
     click.get_current_context().exit(0 if same else EXIT_DIFFERENT)
 
 

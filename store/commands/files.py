@@ -33,6 +33,7 @@ from kvferry.store.reader import open_snapshot
 from kvferry.store.segment_file import Terms, open_segment
 from kvferry.terminal.output import console, json_option, print_json
 from kvferry.terminal.output_file import PRIVATE_MODE, is_stdout, output_file, staged_path
+from kvferry.terminal.words import say
 
 _FILE = click.argument("file", type=FILE)
 
@@ -130,9 +131,9 @@ def verify(file: Path, *, key_file: Path | None, encrypted: bool, as_json: bool,
         print_json({"file": str(file), "n_tokens": n_tokens, "n_not_finite": not_finite, **verdict(refusal)})
     elif refusal is None:
         note = f"; {not_finite} values are not finite" if not_finite else ""
-        click.echo(f"ok: {file}, {n_tokens} tokens{note}")
+        say(f"ok: {file}, {n_tokens} tokens{note}")
     else:
-        click.echo(f"refused: {refusal}")
+        say(f"refused: {refusal}")
     finish(refusal)
 
 
@@ -193,7 +194,7 @@ def dump(file: Path, *, output: Path, key_file: Path | None, encrypted: bool, as
         print_json(facts, err=to_stderr)
     else:
         rows = " and ".join(key for key in keys if "scale" not in key)
-        click.echo(f"{output}: token_ids [{len(arrays['token_ids'])}], {rows} {shape}", err=to_stderr)
+        say(f"{output}: token_ids [{len(arrays['token_ids'])}], {rows} {shape}", err=to_stderr)
 
 
 def dumped_arrays(snapshot: Snapshot | Q8Snapshot) -> dict[str, NDArray[Any]]:

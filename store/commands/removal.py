@@ -18,6 +18,7 @@ from kvferry.store.folder import Folder
 from kvferry.store.geometry import TokenIds
 from kvferry.store.vlkv3 import ContentSpan
 from kvferry.terminal.output import json_option, print_json
+from kvferry.terminal.words import say
 
 Choose = Callable[[Folder], Sequence[str]]
 
@@ -69,7 +70,7 @@ def print_removed(store: OpenStore, gone: Sequence[Path], *, as_json: bool) -> N
     if as_json:
         print_json({"removed": [str(path) for path in gone]})
     else:
-        click.echo("\n".join(f"removed {path}" for path in gone) or "nothing to remove")
+        say("\n".join(f"removed {path}" for path in gone) or "nothing to remove")
     store.finish()
 
 

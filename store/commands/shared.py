@@ -23,6 +23,7 @@ from kvferry.store.seals import Seal
 from kvferry.store.segment_file import Terms
 from kvferry.terminal.completing import completes
 from kvferry.terminal.progress import gauge
+from kvferry.terminal.words import say
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -112,7 +113,7 @@ class OpenStore:
     def finish(self, exit_code: int = 0) -> NoReturn:
         """Ends the command: with this code, or with that of the troubles, which are told."""
         for trouble in self.troubles:
-            click.echo(f"error: {trouble}", err=True)
+            say(f"error: {trouble}", err=True)
         ends_with = StoreUnavailable.default_exit_code if self.troubles else 0
         click.get_current_context().exit(exit_code or ends_with)
 

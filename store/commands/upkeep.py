@@ -14,6 +14,7 @@ from kvferry.store.directory import FOREIGN_TEMP_S, NS_PER_S, TRASH_GRACE_S, Sto
 from kvferry.store.errors import StoreError
 from kvferry.store.folder import FileView, Folder
 from kvferry.terminal.output import console, json_option, print_json
+from kvferry.terminal.words import say
 
 
 @click.command(epilog="Example: kvferry kv gc /mnt/kvferry")
@@ -31,7 +32,7 @@ def gc(store: OpenStore, quarantine: bool, as_json: bool) -> None:
     if as_json:
         print_json(dict(gone))
     else:
-        click.echo(", ".join(f"{n} {what}" for what, n in gone.items() if n) or "nothing to remove")
+        say(", ".join(f"{n} {what}" for what, n in gone.items() if n) or "nothing to remove")
     store.finish()
 
 

@@ -88,3 +88,10 @@ def test_the_default_is_json_where_standard_error_is_the_journal(under_systemd: 
     )
     assert ended.stderr.startswith("{") == under_systemd
     assert "hello" in ended.stderr
+
+
+def test_a_text_log_shows_control_characters_and_does_not_send_them() -> None:
+    stream = io.StringIO()
+    configure_logs("info", "text", stream)
+    logging.getLogger("x").info("the model %s", "a\x1b]0;b\x07")
+    assert stream.getvalue().endswith(r"the model a\x1b]0;b\x07" + "\n")

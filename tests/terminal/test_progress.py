@@ -21,7 +21,7 @@ print('done')
 """
 
 
-def of_a_terminal(*command: str, **env: str) -> str:
+def of_a_terminal(*command: str, exit_code: int = 0, **env: str) -> str:
     ours, its = pty.openpty()
     process = subprocess.Popen(
         command, stdout=its, stderr=its, env=os.environ | {"TERM": "xterm", "COLUMNS": "100"} | env
@@ -33,7 +33,7 @@ def of_a_terminal(*command: str, **env: str) -> str:
             said += os.read(ours, 65536)
         except OSError:  # the other side is gone
             break
-    assert process.wait(30) == 0
+    assert process.wait(30) == exit_code
     os.close(ours)
     return said.decode()
 
