@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """Of a request's line and headers, give or take what was read at once."""
@@ -34,3 +35,30 @@ class HttpProtocol(HttpToolsProtocol):
         """From the parser."""
         self._is_in_head = False
         super().on_headers_complete()
+        cycle = self.cycle
+        if cycle is not None and cycle.scope is self.scope and cycle.scope["http_version"] == "1.0":
+            # its task, which sends by this, begins when we have returned
+            cycle.send = UntilClosed(cycle).send  # type: ignore[method-assign,assignment]
+
+
+class UntilClosed:
+    """Answers without a length for clients of before HTTP/1.1, who know no chunks (RFC 9112, section 6.1).
+
+    They end with the connection, which uvicorn keeps for no such client.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cast("Send", cycle.send)
+        self._is_endless = False
+
+    async def send(self, message: Message) -> None:
+        """As ASGI has it."""
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._is_endless = b"content-length" not in names
+            if self._is_endless:
+                self._cycle.chunked_encoding = False
+        elif message["type"] == "http.response.body" and self._is_endless:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from threading import Thread
 
 import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.gateway.protocol import MAX_HEAD_BYTES, HttpProtocol
@@ -23,10 +23,18 @@ async def length(request: Request) -> PlainTextResponse:
     return PlainTextResponse(f"{len(await request.body())} bytes, {len(request.headers)} headers")
 
 
+async def count(request: Request) -> StreamingResponse:
+    async def numbers() -> AsyncGenerator[str]:
+        for number in range(3):
+            yield f"{number} "
+
+    return StreamingResponse(numbers())
+
+
 @pytest.fixture
 def connection() -> Iterator[socket.socket]:
     """To a server that speaks the gateway's protocol."""
-    app = Starlette(routes=[Route("/length", length, methods=["POST"])])
+    app = Starlette(routes=[Route("/length", length, methods=["POST"]), Route("/count", count)])
     config = uvicorn.Config(app, http=HttpProtocol, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -55,3 +63,29 @@ def test_large_bodies_and_requests_one_after_the_other_are_no_head(connection):
             assert piece, answer
             answer += piece
         assert f"{len(body)} bytes, {2 + n_headers} headers".encode() in answer
+
+
+def all_of(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_a_stream_for_http_1_0_has_no_chunks_and_ends_with_the_connection(connection):
+    connection.sendall(b"GET /count HTTP/1.0\r\n\r\n")
+    head, _, body = all_of(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head
+    assert body == b"0 1 2 "
+
+
+def test_an_answer_with_a_length_is_for_http_1_0_what_it_always_is(connection):
+    connection.sendall(b"POST /length HTTP/1.0\r\ncontent-length: 2\r\n\r\nhi")
+    head, _, body = all_of(connection).partition(b"\r\n\r\n")
+    assert b"content-length: 18" in head
+    assert body == b"2 bytes, 1 headers"
+
+
+def test_a_stream_for_http_1_1_has_chunks(connection):
+    connection.sendall(b"GET /count HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+    head, _, body = all_of(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head
+    assert body.endswith(b"0\r\n\r\n")
