@@ -11,6 +11,8 @@ from typing import Final
 
 import click
 
+from kvferry.terminal.interrupts import stop_signals_interrupt
+
 MODULES: Final = {
     "engine": ("engine", "Prefill and decode beside llama.cpp."),
     "quality": ("quality", "Perplexity of every kind of weights and rows."),
@@ -28,6 +30,7 @@ MODULES: Final = {
 @click.group()
 def bench() -> None:
     """Measure, as ratios against a peer in the same run."""
+    click.get_current_context().with_resource(stop_signals_interrupt())
 
 
 def _passes_on(name: str, module: str, what: str) -> None:

@@ -63,7 +63,7 @@ def coordinator() -> None:
 )
 @telemetry_options
 def run(config: Path | None, log_level: str, log_format: Format | None, otlp: str | None, **options: Any) -> None:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM, Ctrl-C or, without nohup, a closed terminal."""
     # What gRPC prints by itself, past our logging and in words of its own, we say.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # gRPC and the tokenizer are not needed to say that a path is wrong, or to print the help.

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -47,6 +46,7 @@ from kvferry.telemetry.loop_lag import LoopLag
 from kvferry.telemetry.pauses import keep_loaded
 from kvferry.telemetry.service_manager import ServiceManager
 from kvferry.telemetry.watchdog import Watchdog, loop_check
+from kvferry.terminal.interrupts import means_at_once, stop_signals
 from kvferry.trust.certificates import Role
 from kvferry.trust.doors import bind, check_plaintext, has_reflection, open_folder
 from kvferry.trust.guard import Guard
@@ -274,14 +274,14 @@ def wall_ms() -> int:
 
 
 def stop_on_signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second one ends the process at once."""
+    """Set by the first SIGTERM, SIGINT or SIGHUP; a second one that means so ends the process at once."""
     stop = asyncio.Event()
 
-    def on_signal() -> None:
-        if stop.is_set():
+    def on_signal(number: int) -> None:
+        if stop.is_set() and means_at_once(number):
             os._exit(1)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     return stop

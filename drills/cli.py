@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from rich.console import Console
 
 from kvferry.drills.cluster import ClusterOptions, LocalCluster, default_threads_per_node
 from kvferry.drills.demo import DemoOptions, run_demo
-from kvferry.drills.drill_commands import explain, list_scenarios, run
+from kvferry.drills.drill_commands import explain, list_scenarios, run, say
 from kvferry.drills.drill_report import default_reports
 from kvferry.drills.errors import ProcessFailed, VerdictFailed
 from kvferry.drills.model import DEFAULT_MODEL, get_ready
@@ -28,6 +27,7 @@ from kvferry.drills.report import as_json as result_facts
 from kvferry.drills.report import print_report
 from kvferry.drills.supervisor import Supervisor
 from kvferry.terminal.completing import completes
+from kvferry.terminal.interrupts import stop_signals_interrupt
 from kvferry.terminal.output import json_option
 from kvferry.trust.options import TLS_DIR_VARIABLE
 
@@ -73,9 +73,9 @@ def up(
 ) -> None:
     """Start a local cluster: a coordinator, some nodes and a gateway, each a process of its own.
 
-    What dies is started again. Ctrl-C stops it all, a second one at once.
+    What dies is started again. Ctrl-C, SIGTERM or closing the terminal stops it all and saves the sessions; a second
+    Ctrl-C stops it at once. nohup keeps it running without a terminal.
     """
-    get_ready(model)
     options = ClusterOptions(
         model=model,
         directory=directory or platformdirs.user_data_path("kvferry") / "up",
@@ -85,16 +85,17 @@ def up(
         drill_reports=default_reports(),
         threads_per_node=threads_per_node or default_threads_per_node(),
     )
-    click.echo("starting", err=True)
-    with _sigterm_interrupts(), LocalCluster(options) as cluster:
+    get_ready(model)
+    say("starting")
+    with stop_signals_interrupt(), LocalCluster(options) as cluster:
         with suppress(KeyboardInterrupt):
             _print_how_to_go_on(cluster)
             _watch(cluster)
-        click.echo("stopping: sessions are saved", err=True)
+        say("stopping: sessions are saved")
         forced = cluster.stop()
     if forced:
         raise ProcessFailed(f"{', '.join(forced)} did not stop in time and had to be killed.")
-    click.echo("stopped", err=True)
+    say("stopped")
 
 
 @click.group()
@@ -128,7 +129,7 @@ def demo(seed: int | None, model: str, threads_per_node: int | None, json_file: 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = REPORT_COLUMNS
-    with _directory(keep) as directory, _sigterm_interrupts(), console.status("…") as status:
+    with _directory(keep) as directory, stop_signals_interrupt(), console.status("…") as status:
         options = DemoOptions(
             directory=directory,
             seed=secrets.randbelow(1_000_000) if seed is None else seed,
@@ -136,11 +137,11 @@ def demo(seed: int | None, model: str, threads_per_node: int | None, json_file: 
             threads_per_node=threads_per_node or default_threads_per_node(),
         )
 
-        def say(line: str) -> None:
+        def say_beside_status(line: str) -> None:
             console.print(line, style="dim", markup=False)
             status.update(line)
 
-        result = run_demo(options, say)
+        result = run_demo(options, say_beside_status)
         print_report(result, console)
         if json_file is not None:
             json_file.write_text(json.dumps(result_facts(result), indent=1) + "\n", encoding="utf-8")
@@ -168,24 +169,10 @@ def _print_how_to_go_on(cluster: LocalCluster) -> None:
 
 def _watch(cluster: LocalCluster) -> None:
     """Until Ctrl-C; what dies is started again."""
-    supervisor = Supervisor(cluster, lambda line: click.echo(line, err=True))
+    supervisor = Supervisor(cluster, say)
     while True:
         time.sleep(WATCH_S)
         supervisor.step()
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does, so that a cluster is stopped in order by `kill` as well."""
-
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

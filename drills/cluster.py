@@ -18,6 +18,7 @@ from kvferry.client.sdk import Client, NodeState
 from kvferry.drills.errors import DirectoryBusy, PortUnusable, ProcessFailed
 from kvferry.drills.process import POLL_S, READY_S, STOP_S, ManagedProcess
 
+from kvferry.terminal.interrupts import closed_terminal_ignored
 REGISTER_S: Final = 30.0
 """From "the processes serve" to "the coordinator counts them as live": a heartbeat, in practice below a second."""
 
@@ -241,7 +242,8 @@ class LocalCluster:
         Interrupted, it kills all of them. Either way no half-written file is left.
         """
         try:
-            return self.stop_processes()
+            with closed_terminal_ignored():
+                return self.stop_processes()
         except KeyboardInterrupt:  # a second one means: now
             self.kill_all()
             raise

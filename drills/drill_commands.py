@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +25,7 @@ from kvferry.drills.scenarios import SCENARIOS, Injection, Scenario
 from kvferry.drills.targets.base import Target
 from kvferry.drills.verdict import Ruling
 from kvferry.terminal.completing import completes
+from kvferry.terminal.interrupts import stop_signals_interrupt
 from kvferry.terminal.output import json_option, print_json
 from kvferry.trust.files import reason_of
 from kvferry.trust.options import credential_options
@@ -36,8 +36,9 @@ INTERRUPTED_EXIT: Final = 130
 
 
 def say(line: str) -> None:
-    """To whoever watches; the result alone goes to standard output."""
-    click.echo(line, err=True)
+    """To whoever watches, if anybody still does; the result alone goes to standard output."""
+    with suppress(OSError):  # the terminal is closed, or the disk of the log full: no reason to end here
+        click.echo(line, err=True)
 
 
 def list_scenarios(demo: str, *, as_json: bool) -> None:
@@ -179,7 +180,7 @@ def _run_one(scenario: Scenario, make: Maker, folder: Path, is_json: bool) -> in
     started = time.time()
     logs = Path(tempfile.mkdtemp(prefix="kvferry-drill-logs-"))
     try:
-        with _sigterm_interrupts(), Journal.begin(scenario.name) as journal:
+        with stop_signals_interrupt(), Journal.begin(scenario.name) as journal:
             target = make(journal)
             try:
                 outcome = run_scenario(scenario, target, started, say)
@@ -236,19 +237,3 @@ def _tell(outcome: Outcome, place: Path, left_behind: list[str], is_json: bool) 
         return
     _tell_text(outcome, left_behind)
     click.echo(f"\n{headline(outcome)}\nreport: {place / 'report.html'}")
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM and a closed terminal do what Ctrl-C does."""
-
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

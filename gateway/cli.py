@@ -47,7 +47,7 @@ def gateway() -> None:
 )
 @telemetry_options
 def run(config_file: Path | None, log_level: str, log_format: Format | None, otlp: str | None, **flags: Any) -> None:
-    """Serve until SIGTERM or Ctrl-C: chat completions, responses, models, health.
+    """Serve until SIGTERM, Ctrl-C or, without nohup, a closed terminal: chat completions, responses, models, health.
 
     Point a program's base_url at http://HOST:PORT/v1. Its API key is handed on to the coordinator: any will do, unless
     that one has --tokens.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 import socket
 import time
 import uuid
@@ -32,6 +33,7 @@ from kvferry.proto.ready_file import write_ready_file
 from kvferry.telemetry.pauses import keep_loaded
 from kvferry.telemetry.service_manager import ServiceManager
 from kvferry.telemetry.watchdog import Watchdog, loop_check
+from kvferry.terminal.interrupts import stop_signals
 from kvferry.trust.certificates import Role
 from kvferry.trust.doors import check_plaintext, open_folder
 
@@ -47,7 +49,10 @@ KEEP_ALIVE_SECONDS: Final = 75
 
 
 def serve(config: GatewayConfig) -> None:
-    """Until SIGTERM or Ctrl-C. Raises CannotListen, ConfigInvalid, PlaintextRefused, TlsFolderInvalid."""
+    """Until SIGTERM, Ctrl-C or a closed terminal.
+
+    Raises CannotListen, ConfigInvalid, PlaintextRefused, TlsFolderInvalid.
+    """
     https = config.https_files
     check_plaintext(
         config.listen, has_tls=https is not None, is_allowed=config.insecure_plaintext,
@@ -102,6 +107,8 @@ def serve(config: GatewayConfig) -> None:
         https,
     )
     keep_loaded()
+    if signal.SIGHUP in stop_signals():  # uvicorn sees to the others
+        signal.signal(signal.SIGHUP, lambda *_: server.end())
     with Watchdog(manager, [loop_check(lambda: server.beat_at)], lambda: status):
         server.run(sockets=[listening])
 
@@ -129,6 +136,10 @@ class Server(uvicorn.Server):
         self._https = https
         self._following: asyncio.Task[None] | None = None
         self.beat_at = time.monotonic()
+
+    def end(self) -> None:
+        """As a first SIGTERM does."""
+        self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         self.beat_at = time.monotonic()  # ten times a second

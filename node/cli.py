@@ -63,7 +63,9 @@ def node() -> None:
 @click.option("--log-level", help="debug, info, warning or error.  [default: info]")
 @telemetry_options
 def run(config_file: Path | None, log_format: Format | None, otlp: str | None, **flags: Any) -> None:
-    """Serve turns until SIGTERM, which drains: turns move on, sessions are saved. A second one ends at once.
+    """Serve turns until SIGTERM, Ctrl-C or a closed terminal, which drain: turns move on, sessions are saved.
+
+    A second SIGTERM or Ctrl-C ends at once. nohup keeps it running without a terminal.
 
     Each setting may also come from the environment (KVFERRY_NODE_MODEL ...) or from the TOML file; flags win over the
     environment, the environment over the file.

@@ -38,6 +38,7 @@ from kvferry.telemetry.exposition import Exposition
 from kvferry.telemetry.host import HostMetrics
 from kvferry.telemetry.service_manager import ServiceManager
 from kvferry.telemetry.watchdog import Watchdog, loop_check
+from kvferry.terminal.interrupts import means_at_once, stop_signals
 from kvferry.trust.certificates import Role
 from kvferry.trust.doors import bind, check_plaintext, has_reflection, open_folder
 from kvferry.trust.guard import Guard
@@ -258,12 +259,14 @@ class Node:
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._stop.is_set():  # the second one: at once
-            os._exit(128 + number)
+        if self._stop.is_set():  # the second one
+            if means_at_once(number):
+                os._exit(128 + number)
+            return
         log.info("%s: the node drains and ends", number.name)
         self._manager.stopping("drains, and ends", self._config.drain_timeout_seconds + END_SECONDS)
         self._stop.set()

@@ -12,12 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import psutil
 import pytest
 
 from kvferry.client.sdk import Client, Token
+from kvferry.drills.cluster import LocalCluster
+from kvferry.drills.errors import ProcessFailed
+
+from .rig import options
 
 KVFERRY = [sys.executable, "-m", "kvferry.client.cli"]
 
@@ -66,13 +70,49 @@ def assert_gone(processes: list[psutil.Process], timeout_s: float = 20.0) -> Non
     assert not alive, alive
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_up_leaves_no_process_behind(up, number):
     process, _ = up()
     children = family(process)
     process.send_signal(number)
     assert process.wait(30) == (0 if number is not signal.SIGKILL else -signal.SIGKILL)
     assert_gone(children)
+
+
+def test_a_closed_terminal_ends_up_in_order(model, tmp_path):
+    """The kernel's SIGHUP and a shell's, and nobody there any more to write to."""
+    ours, theirs = pty.openpty()
+    command = [*KVFERRY, "up", "--nodes", "1", "--port", "0", "--http-port", "0", "--dir", str(tmp_path / "up")]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    said = b""
+    while b"Ctrl-C stops it" not in said:
+        said += os.read(ours, 4096)
+    children = family(process)
+    (address,) = re.findall(rb"kvferry chat --coordinator (\S+)", said)
+    with Client(address.decode()) as client:
+        client.create_session().generate("Name a river.", max_tokens=4).collect()
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    process.wait(30)
+    assert_gone(children)
+    logs = {name: (tmp_path / "up" / "logs" / f"{name}.log").read_text() for name in ("coordinator", "node-1")}
+    assert "drained" in logs["node-1"]
+    assert logs["coordinator"].endswith("stopping\n")
+
+
+def test_each_process_of_it_ends_in_order_when_its_own_terminal_closes(model, tmp_path):
+    """Started by hand; a second SIGHUP, the shell's, does not hurry it."""
+    with LocalCluster(options(model, tmp_path, n_nodes=1, http_port=0)) as cluster:
+        for process in reversed(cluster.processes):
+            process.signal(signal.SIGHUP)
+            with suppress(ProcessFailed):  # it may have been that quick
+                process.signal(signal.SIGHUP)
+            assert process.wait_gone(30)
+            assert process.return_code == 0
+        assert cluster.log_of("coordinator").endswith("stopping\n")
+        assert "drained: " in cluster.log_of("node-1")
 
 
 def test_up_does_not_speak_with_the_certificates_of_another_cluster(up, tmp_path):
