@@ -38,7 +38,7 @@ from kvferry.coordinator.turns import Turns
 from kvferry.proto.address import parse_address, why_not_listen
 from kvferry.proto.channel import server_options
 from kvferry.proto.malformed import MalformedRefused
-from kvferry.proto.ready_file import write_ready_file
+from kvferry.proto.ready_file import why_not_written, write_ready_file
 from kvferry.proto.v1 import chat_pb2, chat_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from kvferry.telemetry.exposition import Exposition
 from kvferry.telemetry.host import HostMetrics
@@ -105,11 +105,12 @@ async def run(settings: CoordinatorSettings) -> None:
 
 def tell_ready(path: Path | None, address: str, coordinator_id: str) -> None:
     """Raises CannotStart: whoever waits for the file would wait for ever."""
+    if path is None:
+        return
     try:
-        if path is not None:
-            write_ready_file(path, address, coordinator_id=coordinator_id)
+        write_ready_file(path, address, coordinator_id=coordinator_id)
     except OSError as e:
-        raise CannotStart(f"the ready file {path} cannot be written: {(e.strerror or str(e)).lower()}") from e
+        raise CannotStart(why_not_written(path, e)) from e
 
 
 @contextlib.asynccontextmanager

@@ -84,6 +84,7 @@ def up(
         http_port=http_port,
         drill_reports=default_reports(),
         threads_per_node=threads_per_node or default_threads_per_node(),
+        starts_whole=False,
     )
     get_ready(model)
     say("starting")
@@ -156,7 +157,7 @@ def _print_how_to_go_on(cluster: LocalCluster) -> None:
     where = "" if cluster.address.endswith(":7070") else f" --coordinator {cluster.address}"
     click.echo(f"coordinator  {cluster.address}  pid {cluster.coordinator.pid}")
     for name, node in cluster.nodes.items():
-        click.echo(f"{name}       pid {node.pid}")
+        click.echo(f"{name}       {f'pid {node.pid}' if node.is_running else 'does not run'}")
     click.echo(f"files        {cluster.directory}\n")
     click.echo(f"Watch it:        http://{cluster.http_address}/   (nodes, turns, a chat with a button that kills)")
     click.echo(f"OpenAI API:      http://{cluster.http_address}/v1")

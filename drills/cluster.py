@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,10 +15,11 @@ from typing import Final, Self
 
 from kvferry.client.errors import ClientError
 from kvferry.client.sdk import Client, NodeState
-from kvferry.drills.errors import DirectoryBusy, PortUnusable, ProcessFailed
+from kvferry.drills.cluster_folder import ClusterFolder
+from kvferry.drills.errors import PortUnusable, ProcessFailed
 from kvferry.drills.process import POLL_S, READY_S, STOP_S, ManagedProcess
-
 from kvferry.terminal.interrupts import closed_terminal_ignored
+
 REGISTER_S: Final = 30.0
 """From "the processes serve" to "the coordinator counts them as live": a heartbeat, in practice below a second."""
 
@@ -29,6 +30,13 @@ def default_threads_per_node() -> int:
 
 
 LOOPBACK: Final = "127.0.0.1"
+
+OPTIONS_TOLD: Final = {
+    "coordinator": {"--listen": "--port", "--state": "--dir", "--store": "--dir"},
+    "gateway": {"--listen": "--http-port"},
+}
+NODE_OPTIONS_TOLD: Final = {"--store": "--dir", "--threads": "--threads-per-node"}
+"""What the options of a process are called by `up`, which has others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +60,9 @@ class ClusterOptions:
 
     `http_port`: of the gateway, which serves the OpenAI API and the dashboard; None: there is none. `drill_reports`: a
     folder that the dashboard lists. `places` has the processes that run elsewhere, by name. `certificates`: a folder
-    with the --tls-dir of each process under its name, and that of an operator; None: plaintext.
+    with the --tls-dir of each process under its name, and that of an operator; None: plaintext. `starts_whole`: a
+    node that does not start fails the cluster's start; else only the first one's does, and somebody watches the rest.
+    Raises PortUnusable.
     """
 
     model: str
@@ -70,6 +80,13 @@ class ClusterOptions:
     gateway_arguments: tuple[str, ...] = ()
     places: Mapping[str, Place] = field(default_factory=dict)
     certificates: Path | None = None
+    starts_whole: bool = True
+
+    def __post_init__(self) -> None:
+        if self.port and self.port == self.http_port:
+            raise PortUnusable(
+                f"--port and --http-port are both {self.port}: give each its own, or 0 for any free one."
+            )
 
 
 class LocalCluster:
@@ -83,9 +100,7 @@ class LocalCluster:
         self.directory = options.directory
         self._port = options.port
         self._http_port = options.http_port
-        self._lock_fd: int | None = None
-        for name in ("state", "store", "run", "logs"):
-            _make_directory(self.directory / name)
+        self.folder = ClusterFolder(self.directory)
         self.coordinator = self._process("coordinator", [])
         self.gateway = None if options.http_port is None else self._process("gateway", [])
         self.nodes = {name: self._process(name, []) for name in (f"node-{i + 1}" for i in range(options.n_nodes))}
@@ -119,11 +134,12 @@ class LocalCluster:
         self.stop()
 
     def start(self) -> None:
-        """The coordinator, then the nodes; returns when all are live. Raises ProcessFailed, DirectoryBusy.
+        """The coordinator, then the nodes; returns when all are live.
 
+        Raises ProcessFailed, DirectoryBusy, PortUnusable.
         The first node goes ahead: on a machine that never ran one it compiles the kernels, and the others find them.
         """
-        self._lock()
+        self.folder.lock()
         if self._place(self.coordinator.name).host == LOOPBACK:
             self._check_port(self._port, "--port")
         self._check_port(self._http_port or 0, "--http-port")
@@ -131,8 +147,28 @@ class LocalCluster:
         self.start_gateway()
         first, *others = self.nodes
         self.start_nodes([first])
-        self.start_nodes(others)
-        self.wait_live(self.nodes)
+        if self.options.starts_whole:
+            self.start_nodes(others)
+            self.wait_live(self.nodes)
+        else:
+            self._start_what_starts(others)
+
+    def _start_what_starts(self, node_ids: Iterable[str]) -> None:
+        """What does not run afterwards is for whoever watches the cluster.
+
+        Raises ProcessFailed for one that runs and does not become live.
+        """
+        for node_id in node_ids:
+            with suppress(ProcessFailed):
+                self.begin(node_id)
+        for node_id in node_ids:
+            with suppress(ProcessFailed):
+                self.nodes[node_id].wait_ready(READY_S)
+        try:
+            self.wait_live(name for name, process in self.nodes.items() if process.is_running)
+        except ProcessFailed:
+            if all(process.is_running for process in self.processes):
+                raise
 
     def start_coordinator(self) -> None:
         """On the port it had before, if it had one; returns when it serves."""
@@ -248,9 +284,9 @@ class LocalCluster:
             self.kill_all()
             raise
         finally:
-            if self._lock_fd is not None:
-                self._sweep()
-            self._unlock()
+            if self.folder.is_locked and not any(process.is_running for process in self.processes):
+                self.folder.sweep()
+            self.folder.unlock()
 
     def log_of(self, name: str) -> str:
         """What a process wrote so far."""
@@ -258,10 +294,11 @@ class LocalCluster:
 
     def _process(self, name: str, arguments: list[str]) -> ManagedProcess:
         run, logs, place = self.directory / "run", self.directory / "logs", self._place(name)
-        environment = dict(place.environment)
+        told = OPTIONS_TOLD.get(name, NODE_OPTIONS_TOLD)
         return ManagedProcess(
-            name, arguments, run / f"{name}.ready", logs / f"{name}.log", environment=environment, within=place.within
-        )
+            name, arguments, run / f"{name}.ready", logs / f"{name}.log",
+            environment=dict(place.environment), within=place.within, options_told=told,
+        )  # fmt: skip
 
     def _place(self, name: str) -> Place:
         return self.options.places.get(name, Place())
@@ -309,15 +346,6 @@ class LocalCluster:
     def _tls_dir(self, name: str) -> Path | None:
         return None if self.options.certificates is None else self.options.certificates / name
 
-    def _sweep(self) -> None:
-        """Half-written files of processes that were killed. Ours alone: nobody runs here, and we hold the lock."""
-        if any(process.is_running for process in self.processes):
-            return
-        for folder in (self.directory / "store", self.directory / "run"):
-            for path in folder.rglob("*.tmp"):
-                if path.is_file() and not path.is_symlink():
-                    path.unlink(missing_ok=True)
-
     @staticmethod
     def _check_port(port: int, option: str) -> None:
         """Raises PortUnusable in the words of `up`: a process would speak of an option that it alone has."""
@@ -334,28 +362,3 @@ class LocalCluster:
                     f"Cannot listen on 127.0.0.1:{port} ({reason}); choose another {option}, 0 for any free one, "
                     "or stop what uses it."
                 ) from error
-
-    def _lock(self) -> None:
-        """One cluster per directory: two would share a registry. The kernel frees the lock when this process ends."""
-        fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise DirectoryBusy(
-                f"Another cluster runs in {self.directory}; stop it, or choose another --dir."
-            ) from None
-        self._lock_fd = fd
-
-    def _unlock(self) -> None:
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise DirectoryBusy(f"Cannot use {path} as a directory of the cluster: {reason}.") from error

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from kvferry.drills.disk import reason_of, why_full
 from kvferry.drills.errors import ProcessFailed
 from kvferry.trust.bearer import TOKEN_VARIABLE
 from kvferry.trust.options import TLS_DIR_VARIABLE
@@ -39,6 +42,7 @@ class ManagedProcess:
     """`arguments` follow `kvferry`; the process writes `ready_file` when it serves; its stderr goes to `log_file`.
 
     `within` is a command that becomes the process which it is given, such as one that enters a namespace first.
+    `options_told`: options that its errors name, and what they are called by whoever had it started.
     """
 
     name: str
@@ -47,9 +51,11 @@ class ManagedProcess:
     log_file: Path
     environment: dict[str, str] = field(default_factory=dict)
     within: tuple[str, ...] = ()
+    options_told: Mapping[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
     _pipe_write_fd: int | None = None
     _log_start: int = 0
+    _not_started: str = ""
 
     @property
     def pid(self) -> int:
@@ -69,10 +75,22 @@ class ManagedProcess:
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
-        """Starts it in a session (and process group) of its own: a Ctrl-C in the terminal reaches only us."""
+        """Starts it in a session (and process group) of its own: a Ctrl-C in the terminal reaches only us.
+
+        Raises ProcessFailed.
+        """
         if self.is_running:
             raise ProcessFailed(f"{self.name} is already running.")
         self.wait_gone(0)  # frees what its last run left
+        try:
+            self._launch()
+        except OSError as error:
+            self._process, self._not_started = None, reason_of(error, self.log_file.parent)
+            raise ProcessFailed(f"{self.name} {self.how_it_ended()}") from error
+
+        self._not_started = ""
+
+    def _launch(self) -> None:
         self.ready_file.unlink(missing_ok=True)
         self._log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
         read_fd, write_fd = os.pipe()
@@ -115,27 +133,39 @@ class ManagedProcess:
         """ "was killed by SIGKILL", or how it ended by itself and the error it named, if any."""
         code = self.return_code
         if code is None:
-            return "has not ended"
+            return f"could not be started ({self._not_started})" if self._not_started else "has not ended"
         if code < 0:
-            try:
-                return f"was killed by {signal.Signals(-code).name}"
-            except ValueError:  # a real-time signal has no name
-                return f"was killed by signal {-code}"
-        errors = [line.removeprefix("error: ") for line in self._lines() if line.startswith("error: ")]
+            return f"was killed by {_name_of(-code)}"
         how = "ended by itself" if code == 0 else f"ended by itself with exit code {code}"
-        return f"{how} ({errors[-1].strip().rstrip('.')})" if errors else how
+        why = self._why()
+        return f"{how} ({why.rstrip('.')})" if why else how
 
     def last_words(self) -> str:
-        """The last error sentence of this run, else its last line, else how it ended."""
-        lines = self._lines()
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return (errors or lines or [f"it {self.how_it_ended()} and said nothing"])[-1].strip()
+        """Why this run failed as far as is known, else its last line, else how it ended."""
+        return self._why() or (self._lines() or [f"it {self.how_it_ended()} and said nothing"])[-1].strip()
+
+    def _why(self) -> str:
+        """The last error that it named, and the full disk that may have kept it from naming one; "" for neither."""
+        errors = [line.removeprefix("error: ").strip() for line in self._lines() if line.startswith("error: ")]
+        said = self._in_our_words(errors[-1]) if errors else ""
+        full = why_full(self.log_file.parent) if self.return_code else None
+        if full is None:
+            return said
+        return f"{said.rstrip('.')}; {full}" if said else full
+
+    def _in_our_words(self, sentence: str) -> str:
+        for named, told in self.options_told.items():
+            sentence = re.sub(rf"{named}\b(?!-)", told, sentence)
+        return sentence
 
     def _lines(self) -> list[str]:
-        """What this run logged; the end of it, should it be very long."""
-        with self.log_file.open("rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - LOG_BYTES_MAX))
-            return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        """What this run logged, if that can be read; the end of it, should it be very long."""
+        try:
+            with self.log_file.open("rb") as log:
+                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - LOG_BYTES_MAX))
+                return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            return []
 
     def _did_not_start(self) -> ProcessFailed:
         error = ProcessFailed(f"{self.name} did not start: {self.last_words()} (log: {self.log_file})")
@@ -179,6 +209,13 @@ class ManagedProcess:
             return True
         self.kill()
         return False
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
 
 
 def _inherited() -> dict[str, str]:

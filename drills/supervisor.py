@@ -43,7 +43,9 @@ class Supervisor:
         self._cluster = cluster
         self._say = say
         self._now = now
-        self._watched = [_Watched(process, ready_at=now()) for process in cluster.processes]
+        self._watched = [
+            _Watched(process, ready_at=now() if process.is_ready else None) for process in cluster.processes
+        ]
 
     def step(self) -> None:
         """Looks at every process once; never waits. Raises ProcessFailed when all of them were given up."""
@@ -53,13 +55,14 @@ class Supervisor:
             if watched.restart_at is not None:
                 self._restart_when_due(watched)
             elif not watched.process.is_running:
-                self._died(watched)
+                self._died(watched, f"{watched.process.name} {watched.process.how_it_ended()}")
             else:
                 self._look(watched)
         if all(watched.given_up for watched in self._watched):
             raise ProcessFailed("All processes of the cluster have ended and could not be started again.")
 
-    def _died(self, watched: _Watched) -> None:
+    def _died(self, watched: _Watched, how: str) -> None:
+        """`how`: who, and what became of it."""
         process, now = watched.process, self._now()
         if watched.ready_at is not None and now - watched.ready_at >= STEADY_S:
             watched.n_deaths = 0
@@ -68,20 +71,20 @@ class Supervisor:
         process.wait_gone(0)
         if watched.n_deaths > TRIES_MAX:
             watched.given_up = True
-            self._say(
-                f"{process.name} {process.how_it_ended()}; it was started {TRIES_MAX} times in vain and is left alone "
-                f"(log: {process.log_file})"
-            )
+            self._say(f"{how}; it was started {TRIES_MAX} times in vain and is left alone (log: {process.log_file})")
             return
         wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** (watched.n_deaths - 1))
         watched.restart_at = now + wait_s
-        self._say(f"{process.name} {process.how_it_ended()}; starting it again in {wait_s:.0f} s")
+        self._say(f"{how}; starting it again in {wait_s:.0f} s")
 
     def _restart_when_due(self, watched: _Watched) -> None:
         assert watched.restart_at is not None  # noqa: S101 - for mypy; step() asked
         if self._now() >= watched.restart_at:
             watched.restart_at = None
-            self._cluster.begin(watched.process.name)
+            try:
+                self._cluster.begin(watched.process.name)
+            except ProcessFailed as error:  # as if it had died at once
+                self._died(watched, str(error))
 
     def _look(self, watched: _Watched) -> None:
         if watched.ready_at is None and watched.process.is_ready:

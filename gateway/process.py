@@ -29,7 +29,7 @@ from kvferry.gateway.https import CertificateFiles
 from kvferry.gateway.models import Models
 from kvferry.gateway.protocol import HttpProtocol
 from kvferry.proto.address import parse_address, why_not_listen
-from kvferry.proto.ready_file import write_ready_file
+from kvferry.proto.ready_file import why_not_written, write_ready_file
 from kvferry.telemetry.pauses import keep_loaded
 from kvferry.telemetry.service_manager import ServiceManager
 from kvferry.telemetry.watchdog import Watchdog, loop_check
@@ -150,7 +150,11 @@ class Server(uvicorn.Server):
         if self._https is not None and self.config.ssl is not None:
             self._following = asyncio.create_task(self._https.follow(self.config.ssl), name="certificates")
         if self.started:
-            self._on_ready()
+            try:
+                self._on_ready()
+            except ConfigInvalid:
+                await self.shutdown(sockets)
+                raise
 
 
 def tell_ready(path: Path, address: str) -> None:
@@ -158,7 +162,7 @@ def tell_ready(path: Path, address: str) -> None:
     try:
         write_ready_file(path, address)
     except OSError as error:
-        raise ConfigInvalid(f"the ready file {path} cannot be written: {error.strerror}") from error
+        raise ConfigInvalid(why_not_written(path, error)) from error
 
 
 def listen(address: str) -> socket.socket:

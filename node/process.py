@@ -32,7 +32,7 @@ from kvferry.node.state import NodeState, Serving
 from kvferry.proto.address import why_not_listen
 from kvferry.proto.channel import server_options
 from kvferry.proto.malformed import MalformedRefused
-from kvferry.proto.ready_file import write_ready_file
+from kvferry.proto.ready_file import why_not_written, write_ready_file
 from kvferry.proto.v1 import worker_pb2, worker_pb2_grpc
 from kvferry.telemetry.exposition import Exposition
 from kvferry.telemetry.host import HostMetrics
@@ -326,4 +326,4 @@ def _tell_ready(path: Path, address: str, **identity: str) -> None:
     try:
         write_ready_file(path, address, **identity)
     except OSError as error:
-        raise ConfigInvalid(f"the ready file {path} cannot be written: {error.strerror}") from error
+        raise ConfigInvalid(why_not_written(path, error)) from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -28,3 +30,11 @@ def write_ready_file(path: Path, address: str, **identity: str) -> None:
     """Whole or not there: whoever waits for it never reads half. Raises OSError."""
     with output_file(path, _MODE) as file:
         file.write(json.dumps({"address": address, "pid": os.getpid()} | identity).encode())
+
+
+def why_not_written(path: Path, error: OSError) -> str:
+    """The sentence about a `write_ready_file` that failed."""
+    said = f"the ready file {path} cannot be written: {(error.strerror or str(error)).lower()}"
+    if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+        return said
+    return f"{said}, its disk has {shutil.disk_usage(path.parent).free} bytes free: make room there"

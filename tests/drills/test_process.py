@@ -121,7 +121,7 @@ def test_children_end_when_their_parent_is_gone(managed, tmp_path, number):
 
 def test_two_clusters_do_not_share_a_directory(tmp_path):
     first = LocalCluster(ClusterOptions(model="m", directory=tmp_path))
-    first._lock()
+    first.folder.lock()
     with pytest.raises(DirectoryBusy, match="Another cluster runs in"):
         LocalCluster(ClusterOptions(model="m", directory=tmp_path)).start()
     first.stop()
@@ -184,7 +184,7 @@ def test_a_port_that_is_taken_is_told_in_words_of_up(tmp_path):
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_half_written_files_go_when_the_cluster_stops(tmp_path, monkeypatch, interrupted):
     cluster = LocalCluster(ClusterOptions(model="m", directory=tmp_path))
-    cluster._lock()
+    cluster.folder.lock()
     store = tmp_path / "store" / "f"
     store.mkdir()
     for folder, name in ((store, "kv_0.kv.node-1.0.9.tmp"), (tmp_path / "run", "node-1.ready.7.tmp"), (store, "a.kv")):
@@ -196,3 +196,19 @@ def test_half_written_files_go_when_the_cluster_stops(tmp_path, monkeypatch, int
     else:
         cluster.stop()
     assert [path.name for path in tmp_path.rglob("*") if path.suffix in {".tmp", ".kv"}] == ["a.kv"]
+
+
+def test_a_port_for_both_is_told_before_anything_starts(tmp_path):
+    with pytest.raises(PortUnusable, match="--port and --http-port are both 17171"):
+        ClusterOptions(model="m", directory=tmp_path, port=17171, http_port=17171)
+    ClusterOptions(model="m", directory=tmp_path, port=0, http_port=0)  # any two that are free
+
+
+def test_errors_name_the_options_of_who_started_it(managed):
+    managed.options_told = {"--listen": "--port"}
+    managed.arguments[0] = "import sys; print('error: give another --listen, not --listen-backlog'); sys.exit(1)"
+    managed.start()
+    assert managed.wait_gone(20)
+    assert managed.how_it_ended().endswith("(give another --port, not --listen-backlog)")
+    with pytest.raises(ProcessFailed, match="give another --port, "):
+        managed.wait_ready(20)
