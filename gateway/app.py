@@ -38,6 +38,9 @@ ROUTES: Final = [
     ("DELETE", "/v1/responses/{response_id}", delete_response),
 ]
 
+HEALTH_SECONDS: Final = 2.0
+"""For the coordinators to answer in."""
+
 
 async def list_models(request: Request) -> Response:
     """GET /v1/models."""
@@ -63,8 +66,8 @@ async def embeddings(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 while turns can be taken, else 503 that says why not."""
-    status = await context_of(request).client.status()
+    """GET /health: 200 while turns can be taken, else 503 that says why not. Soon: a probe takes silence for death."""
+    status = await context_of(request).client.status(within_s=HEALTH_SECONDS)
     n_live = sum(node.state == "live" for node in status.nodes)
     body = {"status": "ok" if n_live else "no_node", "model": status.model, "nodes_live": n_live}
     return JSONResponse(body, 200 if n_live else 503)

@@ -151,9 +151,10 @@ class AsyncClient:
         request = request_of(chat_pb2.ListSnapshotsRequest, max_prefixes=max_prefixes, below=below)
         return tree_of(await self._connection.ask(self._connection.stub.ListSnapshots, request))
 
-    async def status(self) -> ClusterStatus:
-        """The coordinator and its fleet at a glance."""
-        response = await self._connection.ask(self._connection.stub.GetStatus, chat_pb2.GetStatusRequest())
+    async def status(self, *, within_s: float | None = None) -> ClusterStatus:
+        """The coordinator and its fleet at a glance. `within_s`: how long that may take, in place of all patience."""
+        request = chat_pb2.GetStatusRequest()
+        response = await self._connection.ask(self._connection.stub.GetStatus, request, within_s=within_s)
         return wire.status_of(response)
 
 
@@ -264,8 +265,8 @@ class AsyncSession:
         """Streams a turn, running or finished, from any token on; without a name the latest one."""
         return AsyncTurn(self._connection, self.id, turn_id or "", first_index=from_index)
 
-    async def cancel(self, turn_id: str) -> None:
-        """Ends a turn; it keeps the tokens that came."""
+    async def cancel(self, turn_id: str | None = None) -> None:
+        """Ends a turn, without a name the latest one; it keeps the tokens that came."""
         request = request_of(chat_pb2.CancelTurnRequest, session_id=self.id, turn_id=turn_id)
         await self._connection.ask(self._connection.stub.CancelTurn, request)
 

@@ -58,9 +58,18 @@ class Connection:
         await self._coordinators.aclose()
         self._stub = None
 
-    async def ask(self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request) -> Response:
-        """Asks until it is answered or patience ends; for calls that may be repeated. Raises ClientError."""
-        response = await self.ask_once_done(method, request, done_already=None)
+    async def ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        *,
+        within_s: float | None = None,
+    ) -> Response:
+        """Asks until it is answered or patience ends; for calls that may be repeated. Raises ClientError.
+
+        `within_s`: what all tries may take together; a coordinator that says nothing gets its share of that.
+        """
+        response = await self.ask_once_done(method, request, done_already=None, within_s=within_s)
         assert response is not None  # noqa: S101 - for mypy: None comes with done_already only
         return response
 
@@ -70,17 +79,19 @@ class Connection:
         request: Request,
         *,
         done_already: type[ClientError] | None,
+        within_s: float | None = None,
     ) -> Response | None:
         """As `ask`, for calls that change something.
 
         None: `done_already` came on a later try, so an earlier one had worked and only its reply was lost.
         """
         check_size(request)
-        outage = Outage(self.patience)
+        outage = Outage(self.patience if within_s is None else Patience(within_s))
+        deadline_s = DEADLINE_S if within_s is None else within_s / len(self._coordinators)
         while True:
             asked = self.address
             try:
-                return await method(request, timeout=DEADLINE_S)
+                return await method(request, timeout=deadline_s)
             except grpc.aio.AioRpcError as rpc_error:
                 error = map_rpc_error(rpc_error, asked)
             if outage.n_failures > 0 and done_already is not None and isinstance(error, done_already):

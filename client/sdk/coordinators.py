@@ -30,6 +30,9 @@ class Coordinators:
         """Of the one that is asked."""
         return self._addresses[0]
 
+    def __len__(self) -> int:
+        return len(self._addresses)
+
     def ask_another(self, failed: str) -> None:
         """The next call goes to another one. No effect when that is so already: many calls may have failed at once."""
         if self.address == failed:

@@ -207,9 +207,9 @@ class Client:
         """The store's contents as a tree of prefixes, from the roots or below one of them; 0: as many as is usual."""
         return self._loop.run(self._async.snapshots(max_prefixes=max_prefixes, below=below))
 
-    def status(self) -> ClusterStatus:
+    def status(self, *, within_s: float | None = None) -> ClusterStatus:
         """The coordinator and its fleet at a glance."""
-        return self._loop.run(self._async.status())
+        return self._loop.run(self._async.status(within_s=within_s))
 
 
 class Session:
@@ -300,8 +300,8 @@ class Session:
         """Streams a turn, running or finished, from any token on; without a name the latest one."""
         return Turn(self._loop, self._async.resume(turn_id, from_index=from_index))
 
-    def cancel(self, turn_id: str) -> None:
-        """Ends a turn; it keeps the tokens that came."""
+    def cancel(self, turn_id: str | None = None) -> None:
+        """Ends a turn, without a name the latest one; it keeps the tokens that came."""
         self._loop.run(self._async.cancel(turn_id))
 
     def fork(
