@@ -10,10 +10,11 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvferry.client import ClientError, Finished, FinishReason, NodeLost, TurnEvent, TurnFailed
+from kvferry.client import AsyncSamples, ClientError, Finished, FinishReason, NodeLost, TurnEvent, TurnFailed
 from kvferry.gateway import asking, sse
 from kvferry.gateway.context import Context
 from kvferry.gateway.errors import ApiError, api_error_of, invalid
+from kvferry.gateway.lifetimes import answered
 from kvferry.telemetry.logs import log_with
 
 Json = dict[str, Any]
@@ -57,18 +58,29 @@ async def answer(
         request_id, seen = sse.parse_event_id(last_id)
         if len(seen) != order.n_answers:
             raise invalid(f"Last-Event-ID is of {len(seen)} answers, and this request asks {order.n_answers}", None)
-        streams = asking.resume(context.client, request_id, order)
     else:
         request_id, seen = f"{shape.id_prefix}{context.new_id()}", (0,) * order.n_answers
-        streams = await asking.start(context.client, request_id, order, context.keep_seconds)
     log_with(session_id=asking.session_of(request_id, 0))
     head: Json = {"id": request_id, "created": int(context.wall_clock()), "model": order.model}
     choices = [shape.new_choice(index) for index in range(order.n_answers)]
-    events = asking.events_of(streams, order.n)
-    if not stream:
-        return await _collected({**head, "object": shape.kind}, choices, events, order.n)
-    frames = Frames({**head, "object": shape.chunk_kind}, choices, seen, order.n, wants_usage=wants_usage)
-    return await sse.EventStream.begun(frames.of(events))
+
+    async def told(streams: Sequence[AsyncSamples]) -> Response:
+        events = asking.events_of(streams, order.n)
+        if not stream:
+            return await _collected({**head, "object": shape.kind}, choices, events, order.n)
+        frames = Frames({**head, "object": shape.chunk_kind}, choices, seen, order.n, wants_usage=wants_usage)
+        return await sse.EventStream.begun(frames.of(events))
+
+    async def begun() -> Response:
+        return await told(await asking.start(context.client, request_id, order, context.keep_seconds))
+
+    if last_id is not None and stream:
+        return await told(asking.resume(context.client, request_id, order))
+    return await answered(
+        request, context, begun(),
+        if_refused=lambda: asking.forget(context.client, request_id, order),
+        if_left=lambda: asking.cancel(context.client, request_id, order),
+    )  # fmt: skip
 
 
 async def _collected(

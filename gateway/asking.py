@@ -8,11 +8,22 @@ ask for them later either, so they say themselves when they may be forgotten.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from kvferry.client import AnswerForm, AsyncClient, AsyncSamples, Message, RawPrompt, Sampling, TurnEvent
+from kvferry.client import (
+    AnswerForm,
+    AsyncClient,
+    AsyncSamples,
+    AsyncSession,
+    ClientError,
+    Message,
+    RawPrompt,
+    Sampling,
+    TurnEvent,
+)
 
 AnswerEvent = tuple[int, TurnEvent]
 """Which answer, and what happened in it."""
@@ -59,6 +70,29 @@ async def start(client: AsyncClient, request_id: str, order: Order, expires_afte
             )
         )
     return streams
+
+
+async def cancel(client: AsyncClient, request_id: str, order: Order) -> None:
+    """End all its answers, which keep what they have. Raises ClientError, NotFound while one has not begun."""
+    await _of_each(client, request_id, order, lambda session: session.cancel())
+
+
+async def forget(client: AsyncClient, request_id: str, order: Order) -> None:
+    """Leave nothing of a request that was refused or failed, whatever of it had begun. Raises ClientError."""
+    if order.n > 1:
+        with contextlib.suppress(ClientError):  # those of one prompt are in other sessions
+            await cancel(client, request_id, order)
+    await _of_each(client, request_id, order, lambda session: session.delete())
+
+
+async def _of_each(
+    client: AsyncClient, request_id: str, order: Order, do: Callable[[AsyncSession], Awaitable[None]]
+) -> None:
+    """For the session of each prompt, also when it fails for another one. Raises the first ClientError."""
+    sessions = (client.session(session_of(request_id, number)) for number in range(len(order.prompts)))
+    for result in await asyncio.gather(*map(do, sessions), return_exceptions=True):
+        if result is not None:
+            raise result
 
 
 def resume(client: AsyncClient, request_id: str, order: Order) -> list[AsyncSamples]:

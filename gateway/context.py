@@ -29,23 +29,25 @@ class Context:
     new_id: Callable[[], str]
     new_seed: Callable[[], int]
     wall_clock: Callable[[], float]
-    _reading: set[asyncio.Task[object]] = field(default_factory=set)
+    _jobs: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def in_background(self, reading: Coroutine[None, None, object]) -> None:
-        """Read an answer that nobody waits for: one that nobody reads is ended after a while. As long as we live."""
-        task = asyncio.create_task(_quietly(reading))
-        self._reading.add(task)
-        task.add_done_callback(self._reading.discard)
+    def in_background(self, job: Coroutine[None, None, object]) -> asyncio.Task[None]:
+        """Do what no client waits for, as long as we live: read an answer, which would be ended if nobody did for a
+        while, or end one."""
+        task = asyncio.create_task(_quietly(job))
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+        return task
 
     def stop(self) -> None:
         """The process ends; the answers go on."""
-        for task in self._reading:
+        for task in self._jobs:
             task.cancel()
 
 
-async def _quietly(reading: Coroutine[None, None, object]) -> None:
-    with contextlib.suppress(ClientError):  # whoever asks for the answer is told
-        await reading
+async def _quietly(job: Coroutine[None, None, object]) -> None:
+    with contextlib.suppress(ClientError):  # whoever asks for the answer is told; what could not be deleted expires
+        await job
 
 
 def context_of(request: Request) -> Context:

@@ -31,7 +31,9 @@ TERMINAL_EVENT: Final = {
 }
 
 
-def base_response(response_id: str, created_at: int, model: str, previous_id: str | None, status: str) -> Json:
+def base_response(
+    response_id: str, created_at: int, model: str, previous_id: str | None, status: str, *, is_stored: bool
+) -> Json:
     """A response without output."""
     return {
         "id": response_id,
@@ -47,7 +49,7 @@ def base_response(response_id: str, created_at: int, model: str, previous_id: st
         "tools": [],
         "tool_choice": "auto",
         "parallel_tool_calls": True,
-        "store": True,
+        "store": is_stored,
         "metadata": {},
     }
 
@@ -83,6 +85,10 @@ class ResponseStream:
             case Finished():
                 return self._end(event)
         return []
+
+    def error(self, message: str, code: str, parameter: str | None) -> Json:
+        """The event that says why no more come."""
+        return self._event("error", code=code, message=message, param=parameter)
 
     @property
     def response(self) -> Json:

@@ -90,11 +90,20 @@ class EventStream(Response):
         """The status is told with the first frame: until then an error still has one of its own, and is raised."""
         return cls(frames, await anext(frames, b""))
 
+    @property
+    def is_empty(self) -> bool:
+        """Of one that has begun: it had no frame."""
+        return not self._first
+
+    async def aclose(self) -> None:
+        """For one that is not sent."""
+        await self._frames.aclose()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
         del scope
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        tasks = [asyncio.create_task(job) for job in (self._send(send), _left(receive), self._keep_alive(send))]
+        tasks = [asyncio.create_task(job) for job in (self._send(send), left(receive), self._keep_alive(send))]
         sending = tasks[0]
         try:
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
@@ -127,7 +136,7 @@ class EventStream(Response):
             self._sent_at = now()
 
 
-async def _left(receive: Receive) -> None:
+async def left(receive: Receive) -> None:
     """Returns when the reader is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

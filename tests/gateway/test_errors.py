@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Self
 
 import httpx
 import openai
 import pytest
 
-from kvferry.client import Finished, FinishReason, ModelInfo, SampleEvent, Started
-from kvferry.client.errors import CLASS_OF, ClientError
+from kvferry.client import Finished, FinishReason, ModelInfo, SampleEvent, Started, Token, TurnEvent
+from kvferry.client.errors import CLASS_OF, ClientError, Unavailable
 from kvferry.gateway.app import create_app
 from kvferry.gateway.context import Context
 from kvferry.gateway.models import Models
@@ -79,6 +81,13 @@ class Refusing:
     def samples(self, *_: object, **__: object) -> AsyncGenerator[SampleEvent]:
         return self._events()
 
+    def session(self, session_id: str) -> Refusing:
+        del session_id
+        return self
+
+    async def delete(self) -> None:
+        """What was refused leaves nothing."""
+
     async def _events(self) -> AsyncGenerator[SampleEvent]:
         failed = Finished(
             FinishReason.ERROR, 3, 0, "", 0.0, 0.0, 0.0, 1, error_code=self._error.code, error=str(self._error)
@@ -87,9 +96,10 @@ class Refusing:
             yield SampleEvent(0, "s", event)
 
 
-def client_of(error: ClientError, *, on_the_way: bool = False) -> openai.AsyncOpenAI:
+def client_of(coordinator: Refusing | Breaking | ClientError, *, on_the_way: bool = False) -> openai.AsyncOpenAI:
     """OpenAI's client, before a gateway in this process."""
-    coordinator = Refusing(error, on_the_way=on_the_way)
+    if isinstance(coordinator, ClientError):
+        coordinator = Refusing(coordinator, on_the_way=on_the_way)
     app = create_app(lambda: pytest.fail("the lifespan does not run"))
     app.state.context = Context(
         client=coordinator, models=Models(coordinator, lambda: 0.0), dashboard=None, keep_seconds=1,
@@ -138,6 +148,54 @@ async def test_after_the_first_word_an_error_is_an_event_of_the_stream():
     with pytest.raises(openai.APIError, match=r"It failed\.") as caught:
         await ask(client_of(CLASS_OF["placements_exhausted"]("It failed."), on_the_way=True), stream=True)
     assert caught.value.code == "placements_exhausted"
+
+
+class Breaking:
+    """A coordinator's client whose stream breaks in mid-answer."""
+
+    session_id = id = "resp_i"
+
+    async def models(self) -> list[ModelInfo]:
+        return await Refusing(ClientError("x"), on_the_way=False).models()
+
+    async def create_session(self, name: str, **_: object) -> Breaking:
+        del name
+        return self
+
+    def session(self, session_id: str) -> Breaking:
+        del session_id
+        return self
+
+    async def details(self) -> SimpleNamespace:
+        session = SimpleNamespace(session_id=self.id, created_at_ms=0, model="m", forked_from="", open_turn_id="")
+        return SimpleNamespace(session=session, turns=())
+
+    def generate(self, *_: object, **__: object) -> Breaking:
+        return self
+
+    resume = generate
+
+    async def delete(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def __aiter__(self) -> AsyncGenerator[TurnEvent]:
+        yield Started(3, 0)
+        yield Token(7, "A", 0, content="A")
+        raise Unavailable("The coordinator is away.")
+
+
+async def test_a_response_that_breaks_says_so_with_an_event_of_its_own_kind_and_number():
+    stream = await client_of(Breaking()).responses.create(model="m", input="x", stream=True)
+    *before, last = [event async for event in stream]
+    assert (last.type, last.code, last.message) == ("error", "unavailable", "The coordinator is away.")
+    assert [event.sequence_number for event in [*before, last]] == list(range(len(before) + 1))
+    assert before[-1].type == "response.output_text.delta"
+    again = await client_of(Breaking()).responses.retrieve("resp_i", stream=True, starting_after=2)
+    assert [event.sequence_number async for event in again] == list(range(3, len(before) + 1))
 
 
 async def test_paths_and_methods_that_are_not_there():
