@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -70,6 +70,10 @@ CLOSE_SECONDS: Final = 15.0
 
 UNREAD_SECONDS: Final = 10.0
 """How often turns that nobody reads are looked for."""
+
+MISSED_PAUSES: Final = 2
+"""A clock that skipped so many of them means that this process was stopped or slept: nobody could read meanwhile, and
+whoever wants to has the whole limit again. At most half of it goes by unnoticed."""
 
 EXPIRY_SECONDS: Final = 5.0
 """How often sessions that expired are looked for, in an index."""
@@ -174,7 +178,7 @@ async def serve(
         await take_up(turns)
         background.start(keep_house(registry, turns, settings), "housekeeping")
         if settings.unread_limit:
-            background.start(end_unread(turns, settings.unread_limit), "unread")
+            background.start(end_unread(turns, settings.unread_limit, clock), "unread")
         await server.start()
         exposition.start()
         await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -240,11 +244,16 @@ async def keep_house(registry: Registry, turns: Turns, settings: CoordinatorSett
         await asyncio.sleep(pause_s)
 
 
-async def end_unread(turns: Turns, limit_s: float) -> None:
-    """A slot of a node is not for an answer that nobody waits for."""
+async def end_unread(turns: Turns, limit_s: float, clock: Callable[[], float]) -> None:
+    """A slot of a node is not for an answer that nobody waits for. ``clock``: that of the turns."""
+    pause_s = min(limit_s / 4, UNREAD_SECONDS)
+    looked_s = awake_since_s = clock()
     while True:
-        await asyncio.sleep(min(limit_s / 4, UNREAD_SECONDS))
-        turns.end_unread(limit_s)
+        await asyncio.sleep(pause_s)
+        if clock() - looked_s > MISSED_PAUSES * pause_s:
+            awake_since_s = clock()
+        looked_s = clock()
+        turns.end_unread(limit_s, awake_since_s)
 
 
 def add_health(server: grpc.aio.Server, reflects: bool) -> health.aio.HealthServicer:

@@ -280,10 +280,14 @@ class Turns:
         )
         return await registry.fork_session(session_id, fork, cut.n_turns, cut.last_outcome)
 
-    def end_unread(self, limit_s: float) -> None:
-        """End turns that a node answered for so long while nobody read them; they keep their tokens."""
+    def end_unread(self, limit_s: float, since_s: float) -> None:
+        """End turns that a node answered for so long while nobody read them; they keep their tokens.
+
+        ``since_s``: before that nobody could read, whatever the clock says.
+        """
         for runner in self._runners.values():
-            if runner.turn.phase is Phase.RUNNING and runner.readers.unread_seconds(runner.turn.placed_s) > limit_s:
+            from_s = max(since_s, runner.turn.placed_s)
+            if runner.turn.phase is Phase.RUNNING and runner.readers.unread_seconds(from_s) > limit_s:
                 logger.warning("%r is ended: nobody has read it for %.0f s", runner.turn, limit_s)
                 runner.cancel()
 
