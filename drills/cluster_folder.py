@@ -52,9 +52,10 @@ class ClusterFolder:
     def sweep(self) -> None:
         """Half-written files of processes that were killed. Only while it is locked and nobody runs in it."""
         for part in ("store", "run"):
-            for path in (self.path / part).rglob("*.tmp"):
-                if path.is_file() and not path.is_symlink():
-                    path.unlink(missing_ok=True)
+            for pattern in ("*.tmp", ".tmp-*"):
+                for path in (self.path / part).rglob(pattern):
+                    if path.is_file() and not path.is_symlink():
+                        path.unlink(missing_ok=True)
 
     def _unusable(self, error: OSError) -> DirectoryBusy:
         return DirectoryBusy(f"Cannot use {self.path} as a directory of the cluster: {reason_of(error, self.path)}.")

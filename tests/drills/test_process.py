@@ -187,7 +187,7 @@ def test_half_written_files_go_when_the_cluster_stops(tmp_path, monkeypatch, int
     cluster.folder.lock()
     store = tmp_path / "store" / "f"
     store.mkdir()
-    for folder, name in ((store, "kv_0.kv.node-1.0.9.tmp"), (tmp_path / "run", "node-1.ready.7.tmp"), (store, "a.kv")):
+    for folder, name in ((store, "kv_0.kv.node-1.0.9.tmp"), (tmp_path / "run", ".tmp-x1y2"), (store, "a.kv")):
         (folder / name).touch()
     if interrupted:
         monkeypatch.setattr(cluster, "stop_processes", lambda: signal.raise_signal(signal.SIGINT))
@@ -195,7 +195,9 @@ def test_half_written_files_go_when_the_cluster_stops(tmp_path, monkeypatch, int
             cluster.stop()
     else:
         cluster.stop()
-    assert [path.name for path in tmp_path.rglob("*") if path.suffix in {".tmp", ".kv"}] == ["a.kv"]
+    assert [
+        path.name for path in tmp_path.rglob("*") if path.suffix in {".tmp", ".kv"} or path.name.startswith(".tmp")
+    ] == ["a.kv"]
 
 
 def test_a_port_for_both_is_told_before_anything_starts(tmp_path):
