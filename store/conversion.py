@@ -17,7 +17,7 @@ from kvferry.store.errors import SnapshotRejected, StoreMisuse
 from kvferry.store.folder import look
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry, Rows, TokenIds
-from kvferry.store.inspection import WHOLE_FILES, Snapshot, confirm_good, load_any
+from kvferry.store.inspection import WHOLE_FILES, Snapshot, confirm_good, is_segment_file, load_any
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.payload import Kind, Layout, MemoryPlanes, Planes, PlaneSource, fits, to_q4
 from kvferry.store.publish import TempFile, create_temp, publish, write_q8_snapshot, write_snapshot
@@ -48,7 +48,7 @@ def open_sequence(fs: FileSystem, path: Path, terms: Terms) -> Iterator[Sequence
 
     Raises SnapshotRejected, SnapshotGone, StoreUnavailable.
     """
-    if not names.is_segment(path.name):
+    if not is_segment_file(fs, path):
         with open_snapshot(fs, path, terms.geometry, versions=WHOLE_FILES) as file:
             geometry = file.geometry
         loaded = load_any(fs, path, terms.geometry, terms.vocab_size)

@@ -49,6 +49,23 @@ class Inspection:
     extension: tuple[tuple[str, str], ...] = ()  # of version 3: name and value
 
 
+def is_segment_file(fs: FileSystem, path: Path) -> bool:
+    """Whether to judge a file as a segment: by its name, and by its head where the name is none that a store gives.
+
+    A whole segment under another name is then refused for its name, not for its version. Raises
+    SnapshotRejected(not_regular_file), SnapshotGone, StoreUnavailable.
+    """
+    if names.is_snapshot(path.name):
+        return names.is_segment(path.name)
+    with open_regular(fs, path) as (fd, identity):
+        if identity.n_bytes < vlkv.HEADER_BYTES:
+            return False
+        head = bytearray(vlkv.HEADER_BYTES)
+        read_exactly(fs, fd, [memoryview(head)], 0, path)
+    header = vlkv.parse_header(bytes(head))
+    return header.magic == vlkv.MAGIC and header.version == vlkv3.VERSION
+
+
 def inspect_file(
     fs: FileSystem, path: Path, expected: KvGeometry | None, vocab_size: int | None, seal: Seal = _PLAIN
 ) -> Inspection:
@@ -58,7 +75,7 @@ def inspect_file(
         head = bytearray(min(vlkv.HEADER_BYTES, identity.n_bytes))
         if head:
             read_exactly(fs, fd, [memoryview(head)], 0, path)
-        if names.is_segment(path.name):
+        if is_segment_file(fs, path):
             return _inspect_segment(fs, fd, path, identity.n_bytes, bytes(head), refusal)
         if len(head) < vlkv.HEADER_BYTES:
             return Inspection(path, identity.n_bytes, (), None, None, None, refusal)
@@ -114,7 +131,7 @@ def judge(
     Raises SnapshotGone, StoreUnavailable.
     """
     try:
-        if names.is_segment(path.name):
+        if is_segment_file(fs, path):
             with open_segment(fs, path, Terms(geometry=expected, vocab_size=vocab_size, seal=seal)):
                 return None
         with open_snapshot(fs, path, expected, versions=versions) as snapshot:

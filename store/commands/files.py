@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from kvferry.store import names, vlkv, vlkv3
+from kvferry.store import vlkv, vlkv3
 from kvferry.store.commands.shared import (
     FILE,
     chosen_shape,
@@ -24,9 +24,18 @@ from kvferry.store.commands.shared import (
     verdict,
 )
 from kvferry.store.errors import SnapshotRejected, StoreUnavailable
+from kvferry.store.folder import look
 from kvferry.store.fs import PosixFileSystem
 from kvferry.store.geometry import Rows
-from kvferry.store.inspection import WHOLE_FILES, Inspection, Q8Snapshot, Snapshot, inspect_file, load_any
+from kvferry.store.inspection import (
+    WHOLE_FILES,
+    Inspection,
+    Q8Snapshot,
+    Snapshot,
+    inspect_file,
+    is_segment_file,
+    load_any,
+)
 from kvferry.store.payload import Kind, MemoryPlanes
 from kvferry.store.q8 import Scales, Values
 from kvferry.store.reader import open_snapshot
@@ -121,37 +130,56 @@ def verify(file: Path, *, key_file: Path | None, encrypted: bool, as_json: bool,
     Versions 1 and 2 have no checksum over their rows: a flipped bit in them cannot be noticed. Values that are not
     finite are counted; scales of version 2 that are not finite are refused.
     """
-    refusal, n_tokens, not_finite = None, None, None
+    refusal, n_tokens, not_finite, n_missing = None, None, None, 0
     store = open_place(str(file.parent), key_file, encrypted)
     try:
-        n_tokens, not_finite = _read_through(file, store.terms(chosen_shape(**model)), quiet=as_json)
+        n_tokens, not_finite, n_missing = _read_through(file, store.terms(chosen_shape(**model)), quiet=as_json)
     except SnapshotRejected as error:
         refusal = error
     if as_json:
-        print_json({"file": str(file), "n_tokens": n_tokens, "n_not_finite": not_finite, **verdict(refusal)})
+        print_json({
+            "file": str(file), "n_tokens": n_tokens, "n_not_finite": not_finite, "n_tokens_missing_before": n_missing,
+            **verdict(refusal),
+        })  # fmt: skip
     elif refusal is None:
         note = f"; {not_finite} values are not finite" if not_finite else ""
+        if n_missing:
+            note += f"; it goes on from token {n_missing}, and what comes before is not there: nobody can use it so far"
         say(f"ok: {file}, {n_tokens} tokens{note}")
     else:
         say(f"refused: {refusal}")
     finish(refusal)
 
 
-def _read_through(file: Path, terms: Terms, *, quiet: bool) -> tuple[int, int]:
-    """Tokens, and values that are not finite. Raises as a node refuses."""
-    if names.is_segment(file.name):
+def _read_through(file: Path, terms: Terms, *, quiet: bool) -> tuple[int, int, int]:
+    """Tokens, values that are not finite, and tokens before it that no file holds. Raises as a node refuses."""
+    if is_segment_file(PosixFileSystem(), file):
         with open_segment(PosixFileSystem(), file, terms) as segment:
             with progress("verify", segment.extent.logits_offset - segment.extent.head_bytes, quiet=quiet) as advance:
                 for damage in segment.damaged_blocks(advance):
                     raise damage.rejection(file)
-            return segment.extent.n_tokens, 0
+            return segment.extent.n_tokens, 0, _n_missing_before(file, segment.extent.start, terms)
     with open_snapshot(PosixFileSystem(), file, terms.geometry, versions=WHOLE_FILES) as snapshot:
         snapshot.check(terms.vocab_size, file.name)
         n_bytes = vlkv.file_bytes(snapshot.geometry, snapshot.n_tokens, snapshot.header.version)
         with progress("verify", n_bytes, quiet=quiet) as advance:
             counter = _NonFiniteCounter(advance)
             snapshot.restore(snapshot.n_tokens, counter)
-        return snapshot.n_tokens, counter.n_not_finite
+        return snapshot.n_tokens, counter.n_not_finite, 0
+
+
+def _n_missing_before(file: Path, start: int, terms: Terms) -> int:
+    """Where a good segment begins, if its folder has nothing that ends there.
+
+    Raises SnapshotRejected(prefix_digest_mismatch) for a segment that says it continues what it does not.
+    """
+    if start == 0:
+        return 0
+    folder = look(PosixFileSystem(), file.parent, terms)
+    refusal = folder.refusals.get(file.name)
+    if refusal is not None and refusal.reason == "prefix_digest_mismatch":
+        raise refusal
+    return 0 if folder.chains.is_linked(file.name) else start
 
 
 @click.command(epilog="Example: kvferry kv dump kv_0123456789abcdef.kv --output rows.safetensors")
@@ -173,7 +201,7 @@ def dump(file: Path, *, output: Path, key_file: Path | None, encrypted: bool, as
     from safetensors.numpy import save, save_file
 
     held_against = chosen_shape(**model)
-    if names.is_segment(file.name):
+    if is_segment_file(PosixFileSystem(), file):
         arrays = _chain_arrays(file, open_place(str(file.parent), key_file, encrypted).terms(held_against), as_json)
     else:
         arrays = dumped_arrays(load_any(PosixFileSystem(), file, *parts(held_against)))
