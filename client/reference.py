@@ -28,9 +28,9 @@ named so, and the exit code is the same as without it.
 | 0 | done |
 | 1 | something is wrong; one sentence on standard error says what, where, and what to do |
 | 2 | wrong usage: an unknown command, option or value |
-| 3 | what was looked at is not well: `kv fsck`, `kv scrub`, `kv diff` |
-| 4-9 | a model that is not there, cannot be read or is not supported; 7: the golden bits are wrong here |
-| 10 and up | a snapshot is refused, one for each reason ([format.md](format.md)); 20 of `drill demo`: the verdict |
+| 3 | what was looked at is not well: `kv fsck`, `kv scrub`, `kv diff`; where a model is named: it is not there |
+| 4-12 | where a model is named: it, or what is asked of it, cannot be used ([models.md](models.md)) |
+| 10 and up | of `kv`: a snapshot is refused, one for each reason ([format.md](format.md)); 20 of `drill demo`: verdict |
 | 70 | a bug of ours; the sentence names the file with the traceback (`KVFERRY_TRACEBACK=1` shows it) |
 | 130 | ended by Ctrl-C |
 

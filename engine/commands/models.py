@@ -57,7 +57,8 @@ def list_models(as_json: bool) -> None:
         return
     table = Table("name", "size", "source", "revision", "path")
     for record in records:
-        table.add_row(record.name, decimal(record.n_bytes), record.source, record.revision or "-", str(record.path))
+        place = str(record.path) if record.is_there else f"gone: kvferry models fetch {record.name}"
+        table.add_row(record.name, decimal(record.n_bytes), record.source, record.revision or "-", place)
     fetched = {record.name for record in records}
     for name, source in KNOWN_MODELS.items():
         if name not in fetched:
@@ -158,6 +159,7 @@ def _record_facts(record: ModelRecord) -> dict[str, Any]:
         "path": str(record.path),
         "source": record.source,
         "revision": record.revision,
+        "is_there": record.is_there,
         "bytes": record.n_bytes,
         "files": {name: {"sha256": entry.sha256, "bytes": entry.n_bytes} for name, entry in record.files.items()},
     }

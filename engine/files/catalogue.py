@@ -66,6 +66,11 @@ class ModelRecord:
         return self.path if self.path.suffix != ".gguf" else self.path.parent
 
     @property
+    def is_there(self) -> bool:
+        """Whether all its files still are, as far as their names tell."""
+        return all((self.folder / name).exists() for name in self.files)
+
+    @property
     def n_bytes(self) -> int:
         return sum(entry.n_bytes for entry in self.files.values())
 

