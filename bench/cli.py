@@ -77,7 +77,7 @@ def resume(
     from rich.console import Console
 
     from kvferry.bench.resume_experiment import Experiment
-    from kvferry.bench.resume_report import draw, figures_of, table_of
+    from kvferry.bench.resume_report import check_plot, draw, figures_of, table_of
     from kvferry.engine.files.open_model import open_model
     from kvferry.engine.files.resolve import resolve_model
 
@@ -89,6 +89,8 @@ def resume(
         if line:
             console.print(f"   {line}", markup=False)
 
+    if plot is not None:
+        check_plot(plot)
     config = open_model(resolve_model(model)).config
     row_bytes = 2 * config.n_layers * config.kv_dim * 4
     flags = ["--kv", kv, "--kv-memory", f"{2 * (n_tokens + 1024) * row_bytes}"]

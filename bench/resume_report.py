@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -65,19 +66,26 @@ def _figures(done: Round) -> dict[str, float]:
     }
 
 
-def draw(experiment: Experiment, path: Path) -> None:
-    """Two bars, in seconds; the suffix of ``path`` says the format (.svg, .png).
-
-    Raises:
-        click.ClickException: matplotlib is not installed, or cannot write that kind of file.
-    """
+def check_plot(path: Path) -> None:
+    """Find out before the experiment what would keep ``draw`` from its picture afterwards. Raises ClickException."""
     try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as missing:
         raise click.ClickException(
             "the plot needs matplotlib: pip install 'kvferry[plot]', or leave --plot out"
         ) from missing
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise click.ClickException(f"{path}: a picture ends with one of {', '.join(f'.{kind}' for kind in kinds)}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise click.ClickException(f"{path}: no file can be made in the folder {path.parent}")
+
+
+def draw(experiment: Experiment, path: Path) -> None:
+    """Two bars, in seconds; the suffix of ``path`` says the format (.svg, .png). ``check_plot`` has let it through."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     mpl.rcParams["svg.hashsalt"] = "kvferry"  # the same figures make the same file
     parts = {
         "restored": [0.0, experiment.median_of(lambda r: r.resumed.prefix.restore_seconds)],
@@ -104,7 +112,4 @@ def draw(experiment: Experiment, path: Path) -> None:
     ratios = f"prefill {prefill:.1f} x, wall {wall:.1f} x"
     axes.set_title(f"{experiment.model}, {experiment.n_tokens} tokens, a process just started: {ratios}")
     axes.legend(frameon=False, loc="lower right")
-    try:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except ValueError as wrong:
-        raise click.ClickException(f"{path}: {wrong}") from wrong
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

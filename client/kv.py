@@ -20,11 +20,12 @@ _HELP: Final = (
 
 @click.pass_context
 def _rm(ctx: click.Context, /, session: str | None, coordinator: str | None, **others: Any) -> None:
+    if sum(given is not None for given in (session, others["name"], others["tokens"])) != 1:
+        raise click.UsageError("give one of --name, --tokens and --session")
     if session is None:
         ctx.invoke(removal.rm, **others)
         return
-    if others.pop("name") is not None or others.pop("tokens") is not None:
-        raise click.UsageError("give one of --name, --tokens and --session")
+    others = {name: given for name, given in others.items() if name not in {"name", "tokens"}}
     # gRPC and the SDK take a second to import on a board, and no other command here needs them
     from kvferry.client.commands.session_snapshots import remove_session
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from kvferry.drills.cluster import ClusterOptions, LocalCluster, default_threads_per_node
 from kvferry.drills.demo import DemoOptions, run_demo
-from kvferry.drills.drill_commands import explain, list_scenarios, run, say
+from kvferry.drills.drill_commands import DEMO, explain, list_scenarios, run, say
 from kvferry.drills.drill_report import default_reports
 from kvferry.drills.errors import ProcessFailed, VerdictFailed
 from kvferry.drills.model import DEFAULT_MODEL, get_ready
@@ -30,8 +30,6 @@ from kvferry.terminal.completing import completes
 from kvferry.terminal.interrupts import stop_signals_interrupt
 from kvferry.terminal.output import json_option
 from kvferry.trust.options import TLS_DIR_VARIABLE
-
-DEMO: Final = "Three turns; the serving node is killed in the second, everything is restarted before the third."
 
 REPORT_COLUMNS: Final = 110
 """When nobody says how wide the output is: the timeline's longest line."""
@@ -108,7 +106,7 @@ def drill() -> None:
 @json_option
 def list_drills(as_json: bool) -> None:
     """List the drills, after undoing what a killed one left behind."""
-    list_scenarios(DEMO, as_json=as_json)
+    list_scenarios(as_json=as_json)
 
 
 drill.add_command(explain)

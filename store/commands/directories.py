@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 import click
 import numpy as np
@@ -20,6 +22,8 @@ from kvferry.store.geometry import TokenIds
 from kvferry.store.lcp_index import LcpIndex, common_prefix
 from kvferry.store.model_shape import ModelShape
 from kvferry.terminal.output import console, json_option, print_json
+
+_BETWEEN_IDS: Final = re.compile(r"\s*,\s*|\s+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +155,14 @@ def read_tokens(text: str) -> TokenIds:
             raise StoreMisuse(f"the token ids in {path} cannot be read: {error}", op="read tokens", path=path) from None
     elif text == "-":
         text = sys.stdin.read()
+    text = text.strip()
     try:
-        ids = (
-            json.loads(text)
-            if text.lstrip().startswith("[")
-            else [int(word) for word in text.replace(",", " ").split()]
-        )
+        ids = json.loads(text) if text.startswith("[") else [int(word) for word in _BETWEEN_IDS.split(text)]
         array = np.asarray(ids, np.int32)
     except (ValueError, TypeError, OverflowError) as error:
         raise StoreMisuse(f"these are no token ids: {text[:60]!r} ({error})", op="read tokens") from None
     if array.ndim != 1 or not array.size:
         raise StoreMisuse(f"one or more token ids are needed in a row, not {text[:60]!r}", op="read tokens")
+    if any(type(number) is not int or number < 0 for number in ids):  # numpy takes 1.5 and True for 1
+        raise StoreMisuse(f"token ids are whole numbers from 0 on, not {text[:60]!r}", op="read tokens")
     return array

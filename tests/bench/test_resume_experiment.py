@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from kvferry.bench.cli import bench
 from kvferry.bench.node_process import Answer
 from kvferry.bench.resume_experiment import Round
 from kvferry.proto.v1.common_pb2 import PrefixReport
@@ -42,3 +44,18 @@ def test_the_experiment_runs_on_real_processes_and_draws(tmp_path):
 def test_every_benchmark_has_a_command():
     listed = subprocess.run([*BENCH, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
     assert all(name in listed for name in ("engine", "resume", "resume-kinds", "coordinator", "lcp-index"))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "plot", "sentence"),
+    [
+        ("matplotlib.backend_bases", "x.svg", "the plot needs matplotlib"),
+        ("", "x.mp3", "a picture ends with one of"),
+        ("", "nowhere/x.svg", "no file can be made in the folder"),
+    ],
+)
+def test_a_plot_that_cannot_be_is_told_before_the_experiment(tmp_path, monkeypatch, hidden, plot, sentence):
+    if hidden:
+        monkeypatch.setitem(sys.modules, hidden, None)
+    result = CliRunner().invoke(bench, ["resume", "--model", "no such model", "--plot", str(tmp_path / plot)])
+    assert (result.exit_code, sentence in result.output) == (1, True), result.output

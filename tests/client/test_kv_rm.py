@@ -84,7 +84,8 @@ async def test_a_session_that_nobody_knows_removes_nothing(
 async def test_one_way_to_say_what_goes_at_a_time(coordinator: ScriptedCoordinator, store: SnapshotStore) -> None:
     publish(store, IDS)
     for arguments in ((), ("--session", "a", "--tokens", "1"), ("--session", "a", "--name", "kv_0123456789abcdef.kv")):
-        assert (await rm(coordinator, store, *arguments)).exit_code == 2
+        refused = await rm(coordinator, store, *arguments)
+        assert (refused.exit_code, "give one of --name, --tokens and --session" in refused.output) == (2, True)
     tokens = ",".join(map(str, IDS))
     assert (await rm(coordinator, store, "--tokens", tokens)).exit_code == 0
     assert not list(store.path.glob("kv3_*"))

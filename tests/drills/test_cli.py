@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kvferry.drills.cli import drill
 from kvferry.drills.drill_commands import keep_report, run
 from kvferry.drills.errors import DrillImpossible
 from kvferry.drills.runner import Outcome
@@ -57,3 +59,12 @@ def test_a_verdict_is_told_even_where_its_report_cannot_be_kept(tmp_path: Path, 
     told = capsys.readouterr().out
     assert "only a test" in told
     assert "LEFT BEHIND: a process" in told
+
+
+def test_whatever_is_listed_can_be_explained() -> None:
+    listed = json.loads(CliRunner().invoke(drill, ["list", "--json"]).stdout)
+    assert "demo" in {line["name"] for line in listed}
+    for line in listed:
+        explained = CliRunner().invoke(drill, ["explain", line["name"]])
+        assert (explained.exit_code, line["hypothesis"] in explained.output) == (0, True)
+        assert json.loads(CliRunner().invoke(drill, ["explain", line["name"], "--json"]).stdout)["name"] == line["name"]

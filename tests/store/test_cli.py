@@ -172,7 +172,10 @@ def test_lcp_takes_tokens_in_any_of_its_forms() -> None:
     assert "none shares 16 tokens" in _run("lcp", GOLDEN / "good", "--tokens", "157 781").output
 
 
-@pytest.mark.parametrize("tokens", ["", "a b", "[1, [2]]", "1.5", "99999999999", "[]", "{}"])
+@pytest.mark.parametrize(
+    "tokens",
+    ["", "a b", "[1, [2]]", "1.5", "99999999999", "[]", "{}", "-1,2", "1,,2", "1,2,", ",1", "[-1]", "[1.5]", "[true]"],
+)
 def test_tokens_that_are_none_are_said_in_one_sentence(tokens: str) -> None:
     result = _run("lcp", GOLDEN / "good", "--tokens", tokens)
     assert isinstance(result.exception, StoreMisuse)
