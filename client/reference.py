@@ -30,7 +30,7 @@ named so, and the exit code is the same as without it.
 | 2 | wrong usage: an unknown command, option or value |
 | 3 | what was looked at is not well: `kv fsck`, `kv scrub`, `kv diff`; where a model is named: it is not there |
 | 4-12 | where a model is named: it, or what is asked of it, cannot be used ([models.md](models.md)) |
-| 10 and up | of `kv`: a snapshot is refused, each reason its own ([format.md](format.md)); 20 of `drill demo`: the verdict |
+| 10 and up | of `kv`: why a snapshot is refused ([format.md](format.md)); 20 of `drill demo`: the verdict |
 | 70 | a bug of ours; the sentence names the file with the traceback (`KVFERRY_TRACEBACK=1` shows it) |
 | 130 | ended by Ctrl-C |
 
