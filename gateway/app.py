@@ -18,6 +18,7 @@ from starlette.routing import Match, Route
 from kvferry.client import ClientError
 from kvferry.gateway.bearer import TokensHandedOn
 from kvferry.gateway.body import FIELDS_AT_FAULT
+from kvferry.gateway.browsers import from_own_site
 from kvferry.gateway.chat import chat_completions
 from kvferry.gateway.completions import completions
 from kvferry.gateway.context import Context, context_of
@@ -86,7 +87,7 @@ def create_app(make_context: Callable[[], Context], tls_dir: Path | None = None)
             yield
             context.stop()
 
-    routes = [Route(path, endpoint, methods=[method]) for method, path, endpoint in ROUTES]
+    routes = [Route(path, from_own_site(endpoint), methods=[method]) for method, path, endpoint in ROUTES]
     routes += [
         Route("/v1/models", list_models),
         Route("/v1/models/{model:path}", get_model),

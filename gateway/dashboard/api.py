@@ -16,10 +16,11 @@ from starlette.routing import Route
 from kvferry.client import SessionDetails
 from kvferry.gateway import sse
 from kvferry.gateway.bearer import given_token
+from kvferry.gateway.browsers import Endpoint
 from kvferry.gateway.context import context_of
 from kvferry.gateway.dashboard.chatting import chat
 from kvferry.gateway.dashboard.drill_reports import list_reports, read_report
-from kvferry.gateway.dashboard.guard import Endpoint, guarded
+from kvferry.gateway.dashboard.guard import guarded
 from kvferry.gateway.dashboard.killing import kill
 from kvferry.gateway.errors import ApiError
 

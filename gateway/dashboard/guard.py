@@ -1,24 +1,20 @@
 """Who may look at the dashboard: it shows the whole cluster by the gateway's own credentials, so at first only this
 machine.
 
-A page of another site must not reach it either, neither by a form (its origin is told by Sec-Fetch-Site) nor by a name
-that resolves to 127.0.0.1 (the Host header has to be this machine's).
+A page of another site must not reach it either, neither by a form nor by a name that resolves to 127.0.0.1.
 """
 
 from __future__ import annotations
 
 import functools
-import ipaddress
-from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvferry.gateway.browsers import Endpoint, check_site, is_from_here
 from kvferry.gateway.context import context_of
 from kvferry.gateway.dashboard.audience import Audience
 from kvferry.gateway.errors import ApiError
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def guarded(endpoint: Endpoint) -> Endpoint:
@@ -34,27 +30,7 @@ def guarded(endpoint: Endpoint) -> Endpoint:
                 403, "the dashboard is shown on the gateway's own machine only: tunnel to it, or start the gateway "
                 "with --dashboard all", code="not_allowed",
             )  # fmt: skip
-        if request.method == "POST" and request.headers.get("sec-fetch-site", "none") not in {"same-origin", "none"}:
-            raise ApiError(403, "another site may not use the dashboard", code="not_allowed")
+        check_site(request)
         return await endpoint(request)
 
     return answer
-
-
-def is_from_here(request: Request) -> bool:
-    """Whether somebody on this machine asks, by a name of this machine, and for nobody else."""
-    if any(name in request.headers for name in ("forwarded", "x-forwarded-for", "x-real-ip")):
-        return False
-    return request.client is not None and is_loopback(request.client.host) and is_loopback(request.url.hostname or "")
-
-
-def is_loopback(host: str) -> bool:
-    """Of a name or an address."""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
