@@ -15,7 +15,6 @@ from typing import Final
 
 import click
 import platformdirs
-from rich.console import Console
 
 from kvferry.drills.cluster import ClusterOptions, LocalCluster, default_threads_per_node
 from kvferry.drills.demo import DemoOptions, run_demo
@@ -28,6 +27,7 @@ from kvferry.drills.report import print_report
 from kvferry.drills.supervisor import Supervisor
 from kvferry.terminal.completing import completes
 from kvferry.terminal.interrupts import stop_signals_interrupt
+from kvferry.terminal.output import console as plain_console
 from kvferry.terminal.output import json_option
 from kvferry.trust.options import TLS_DIR_VARIABLE
 
@@ -125,7 +125,7 @@ drill.add_command(run)
 )
 def demo(seed: int | None, model: str, threads_per_node: int | None, json_file: Path | None, keep: Path | None) -> None:
     """Run the demo; exit code 20 when a token was lost, came twice or differs."""
-    console = Console(highlight=False)
+    console = plain_console()
     if not console.is_terminal:
         console.width = REPORT_COLUMNS
     with _directory(keep) as directory, stop_signals_interrupt(), console.status("…") as status:

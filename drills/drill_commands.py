@@ -27,6 +27,7 @@ from kvferry.drills.verdict import Ruling
 from kvferry.terminal.completing import completes
 from kvferry.terminal.interrupts import stop_signals_interrupt
 from kvferry.terminal.output import json_option, print_json
+from kvferry.terminal.words import say as tell
 from kvferry.trust.files import reason_of
 from kvferry.trust.options import credential_options
 
@@ -42,7 +43,7 @@ DEMO: Final = "Three turns; the serving node is killed in the second, everything
 def say(line: str) -> None:
     """To whoever watches, if anybody still does; the result alone goes to standard output."""
     with suppress(OSError):  # the terminal is closed, or the disk of the log full: no reason to end here
-        click.echo(line, err=True)
+        tell(line, err=True)
 
 
 def list_scenarios(*, as_json: bool) -> None:
@@ -242,9 +243,9 @@ def keep_report(outcome: Outcome, folder: Path, left_behind: list[str], logs: Pa
 
 
 def _tell_text(outcome: Outcome, left_behind: list[str]) -> None:
-    click.echo(as_text(outcome))
+    tell(as_text(outcome))
     for thing in left_behind:
-        click.echo(f"LEFT BEHIND: {thing}")
+        tell(f"LEFT BEHIND: {thing}")
 
 
 def _tell(outcome: Outcome, place: Path, left_behind: list[str], is_json: bool) -> None:
@@ -252,4 +253,4 @@ def _tell(outcome: Outcome, place: Path, left_behind: list[str], is_json: bool) 
         click.echo((place / "report.json").read_text(), nl=False)
         return
     _tell_text(outcome, left_behind)
-    click.echo(f"\n{headline(outcome)}\nreport: {place / 'report.html'}")
+    tell(f"\n{headline(outcome)}\nreport: {place / 'report.html'}")
