@@ -23,6 +23,7 @@ from kvferry.store.reader import open_snapshot
 from kvferry.store.segment_file import BlockDamagedError, Terms, open_segment
 from kvferry.store.vlkv3 import ContentSpan, prefix_digest
 
+ORPHAN: Final = "orphan_segment"
 UNREADABLE: Final = "unreadable"
 """A problem that begins so is the disk's, not the file's."""
 
@@ -48,12 +49,18 @@ class FileView:
 
 @dataclass(slots=True)
 class Folder:
-    """What lies in one folder. Not kept up to date."""
+    """What lay in one folder when it was looked at. ``prints``: of its segments, as "", once one is known."""
 
     path: Path
     files: dict[str, FileView]
     chains: Chains
     refusals: dict[str, SnapshotRejected] = field(default_factory=dict)
+    prints: dict[str, str] = field(default_factory=dict)
+
+    def forget(self, name: str) -> None:
+        """It is gone."""
+        self.chains.remove(name)
+        self.files.pop(name, None)
 
     def unreadable(self) -> tuple[str, ...]:
         """Files that the disk did not give: nobody knows what they continue."""
@@ -122,29 +129,38 @@ def _is_model_folder(fs: FileSystem, path: Path) -> bool:
 def look(fs: FileSystem, folder: Path, terms: Terms, on_files: Callable[[int], None] = lambda _: None) -> Folder:
     """Opens every snapshot in a folder; ``on_files(1)`` after each. Raises StoreUnavailable when it cannot be
     listed."""
-    with os_errors_mapped("list", folder):
-        found = sorted(name for name in fs.names(str(folder)) if names.is_snapshot(name))
     prints: dict[str, str] = {}
     chains = Chains(lambda ids, spans: prefix_digest(terms.seal, prints.get("", ""), ids, spans))
-    out = Folder(folder, {}, chains)
-    for name in found:
-        view = _view(fs, folder / name, terms, out, prints)
-        if view is not None:
-            out.files[name] = view
-        on_files(1)
-    for name in chains.orphans():
-        out.files[name] = replace(out.files[name], problem="orphan_segment")
+    out = Folder(folder, {}, chains, prints=prints)
+    look_again(fs, out, terms, on_files)
     return out
 
 
-def _view(fs: FileSystem, path: Path, terms: Terms, out: Folder, prints: dict[str, str]) -> FileView | None:
+def look_again(fs: FileSystem, folder: Folder, terms: Terms, on_files: Callable[[int], None] = lambda _: None) -> None:
+    """Lists the names, opens what is new and forgets what is gone. Otherwise as ``look``."""
+    with os_errors_mapped("list", folder.path):
+        found = {name for name in fs.names(str(folder.path)) if names.is_snapshot(name)}
+    for name in folder.files.keys() - found:
+        folder.forget(name)
+    for name in sorted(found - folder.files.keys()):
+        view = _view(fs, folder.path / name, terms, folder)
+        if view is not None:
+            folder.files[name] = view
+        on_files(1)
+    waiting = set(folder.chains.orphans())
+    for name, view in folder.files.items():
+        if name in waiting or view.problem == ORPHAN:
+            folder.files[name] = replace(view, problem=ORPHAN if name in waiting else "")
+
+
+def _view(fs: FileSystem, path: Path, terms: Terms, out: Folder) -> FileView | None:
     try:
         status = fs.lstat(str(path))
     except FileNotFoundError:
         return None
     view = FileView(path, status.st_size, status.st_mtime, 3 if names.is_segment(path.name) else 1)
     try:
-        return _segment(fs, view, terms, out, prints) if view.version == 3 else _whole(fs, view, terms)
+        return _segment(fs, view, terms, out) if view.version == 3 else _whole(fs, view, terms)
     except SnapshotRejected as error:
         out.refusals[path.name] = error
         return replace(view, problem=error.reason)
@@ -154,10 +170,9 @@ def _view(fs: FileSystem, path: Path, terms: Terms, out: Folder, prints: dict[st
         return replace(view, problem=f"{UNREADABLE}: {error}")
 
 
-def _segment(fs: FileSystem, view: FileView, terms: Terms, out: Folder, prints: dict[str, str]) -> FileView:
+def _segment(fs: FileSystem, view: FileView, terms: Terms, out: Folder) -> FileView:
     with open_segment(fs, view.path, terms) as file:
-        prints.setdefault("", file.extent.fingerprint)
-        if file.extent.fingerprint != prints[""]:
+        if file.extent.fingerprint != out.prints.setdefault("", file.extent.fingerprint):
             raise SnapshotRejected("fingerprint_mismatch", "its neighbours are another model's", path=view.path)
         segment, kind = known_segment(file), file.extent.kind
     for name, error in out.chains.add(segment)[1]:

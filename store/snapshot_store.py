@@ -371,8 +371,13 @@ class SnapshotStore:
         segments continue stays, and so does what is pinned. Raises StoreUnavailable.
         """
         self._must_write("remove")
-        self.refresh()  # another node may have continued it
-        return self._evictor.remove(self._catalog.only_of(np.asarray(token_ids, np.int32), spans, n_shared))
+        self.refresh()
+        gone: list[str] = []
+        for name in self._catalog.only_of(np.asarray(token_ids, np.int32), spans, n_shared):
+            self.refresh()  # another node may have continued it
+            if not self._catalog.children(name):
+                gone += self._evictor.remove([name])
+        return tuple(gone)
 
     # --- reporting
 

@@ -47,18 +47,22 @@ def remove_conversation(
 
 
 def remove(store: OpenStore, choose: Choose, *, quiet: bool) -> list[Path]:
-    """Deletes what ``choose`` names in each of the store's folders; returns it. Raises StoreUnavailable."""
+    """Deletes what ``choose`` names in each of the store's folders; returns it. What others continued meanwhile stays.
+
+    Raises StoreUnavailable.
+    """
     gone = []
     for folder in store.folders(quiet=quiet):
         path, going = folder.path, choose(folder)
-        unreadable = folder.unreadable()
-        if unreadable and going:
-            store.troubles.append(f"nothing is removed from {path} while {unreadable[0]} in it cannot be read")
-            continue
         directory = StoreDirectory(store.fs, path.parent, path.name, operator_id(), lambda: uuid4().hex)
         try:
-            for victim in going:
+            for victim in going:  # what continues others comes first
+                if not store.is_still_whole(folder):
+                    break
+                if folder.chains.children(victim):  # saved since, or still there
+                    continue
                 directory.delete(victim)
+                folder.forget(victim)
                 gone.append(path / victim)
         except StoreError as error:  # read-only, or another's: the other folders may not be
             store.troubles.append(str(error))

@@ -13,7 +13,7 @@ from uuid import uuid4
 import click
 
 from kvferry.store.errors import SnapshotRejected, StoreUnavailable
-from kvferry.store.folder import Folder, look, model_folders
+from kvferry.store.folder import Folder, look, look_again, model_folders
 from kvferry.store.fs import FileSystem
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.model_shape import ModelShape, parse_shape, read_shape
@@ -109,6 +109,17 @@ class OpenStore:
                 self.troubles.append(str(error))
             else:
                 yield found
+
+    def is_still_whole(self, folder: Folder) -> bool:
+        """Looks again, right before something in the folder is removed: others save meanwhile.
+
+        False, and a trouble, when a file in it cannot be read: nobody knows what that one continues. Raises
+        StoreUnavailable.
+        """
+        look_again(self.fs, folder, self.terms(None, folder.path))
+        if unreadable := folder.unreadable():
+            self.troubles.append(f"no segment is removed while {folder.path / unreadable[0]} cannot be read")
+        return not unreadable
 
     def finish(self, exit_code: int = 0) -> NoReturn:
         """Ends the command: with this code, or with that of the troubles, which are told."""

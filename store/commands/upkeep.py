@@ -41,21 +41,26 @@ def _clean(store: OpenStore, folder: Folder, gone: dict[str, int], *, quarantine
     report = directory.reap(TRASH_GRACE_S)
     gone["temps"] += report.n_foreign_temps + report.n_own_temps
     gone["trash"] += report.n_trashed
-    if unreadable := folder.unreadable():  # what seems to wait may continue one of these
-        store.troubles.append(f"no waiting segment is removed while {folder.path / unreadable[0]} cannot be read")
-    else:
-        gone["orphans"] += _remove_old_orphans(folder, directory)
+    gone["orphans"] += _remove_old_orphans(store, folder, directory)
     for entry in directory.quarantined() if quarantine else ():
         directory.release_quarantined(entry.name)
         gone["quarantined"] += 1
 
 
-def _remove_old_orphans(folder: Folder, directory: StoreDirectory) -> int:
-    now_s = directory.now_ns() / NS_PER_S
-    old = [name for name in folder.chains.orphans() if now_s - folder.files[name].mtime_s > FOREIGN_TEMP_S]
-    for name in old:
-        directory.delete(name)
-    return len(old)
+def _remove_old_orphans(store: OpenStore, folder: Folder, directory: StoreDirectory) -> int:
+    """Each only if it still waits, and has not been saved again, when it is its turn."""
+    n_gone = 0
+    old_ns = directory.now_ns() - FOREIGN_TEMP_S * NS_PER_S
+    waiting = [name for name in folder.chains.orphans() if folder.files[name].mtime_s * NS_PER_S < old_ns]
+    for name in sorted(waiting, key=lambda name: -folder.files[name].start):  # what continues others comes first
+        if not store.is_still_whole(folder):  # what seems to wait may continue what cannot be read
+            break
+        identity = directory.identity(name)
+        if name in folder.chains.orphans() and identity is not None and identity.mtime_ns < old_ns:
+            directory.delete(name)
+            folder.forget(name)
+            n_gone += 1
+    return n_gone
 
 
 @click.command(epilog="Example: kvferry kv du /mnt/kvferry")

@@ -95,7 +95,7 @@ def test_what_follows_a_file_that_cannot_be_read_is_not_taken_for_forgotten(
     failing("open_read", parent)
     result = run("gc", store.path.parent)
     assert result.exit_code == UNREADABLE
-    assert f"no waiting segment is removed while {parent} cannot be read" in result.stderr
+    assert f"no segment is removed while {parent} cannot be read" in result.stderr
     assert len(list(store.path.glob("kv3_*"))) == 3
 
 

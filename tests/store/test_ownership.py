@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.store.directory import StoreDirectory
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.snapshot_store import SnapshotStore
@@ -54,6 +55,19 @@ def test_what_a_fork_continues_stays_until_the_fork_goes_too(store: SnapshotStor
     assert len(store.remove(FORK)) == 1
     assert starts(store) == [0]  # rows 50 to 79 are the first one's: nobody alive has those tokens
     assert len(store.remove(IDS)) == 1
+
+
+def test_what_is_continued_while_it_goes_stays(store: SnapshotStore, tmp_path: Path, monkeypatch) -> None:
+    delete = StoreDirectory.delete
+
+    def delete_while_another_saves(directory: StoreDirectory, name: str) -> None:
+        delete(directory, name)
+        open_store(tmp_path, "node-2").publish(np.concatenate([IDS[:130], np.full(20, 901, np.int32)]), ROWS)
+
+    monkeypatch.setattr(StoreDirectory, "delete", delete_while_another_saves)
+    assert len(store.remove(IDS)) == 1
+    assert starts(store) == [0, 80, 130]
+    assert store.statistics().n_orphans == 0
 
 
 @pytest.mark.parametrize(("n_shared", "left"), [(0, []), (1, [0]), (80, [0]), (81, [0, 80]), (200, [0, 80, 130])])

@@ -13,6 +13,9 @@ from safetensors.numpy import load_file
 
 from kvferry.store import vlkv3
 from kvferry.store.cli import kv
+from kvferry.store.commands.shared import OpenStore
+from kvferry.store.directory import ReapReport, StoreDirectory
+from kvferry.store.folder import Folder
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.pace import Pace
@@ -177,6 +180,36 @@ def test_gc_removes_old_orphans_and_trash_only(store: SnapshotStore, tmp_path: P
     assert not (store.path / last).exists()
 
 
+def test_gc_keeps_an_orphan_whose_parent_came_back_while_it_looked(store, tmp_path: Path, monkeypatch) -> None:
+    first, *_, last = names(store)
+    os.utime(store.path / last, (1, 1))
+    (store.path / first).rename(tmp_path / "aside")
+    reap = StoreDirectory.reap
+
+    def reap_while_it_comes_back(directory: StoreDirectory, grace_s: float) -> ReapReport:
+        (tmp_path / "aside").rename(store.path / first)
+        return reap(directory, grace_s)
+
+    monkeypatch.setattr(StoreDirectory, "reap", reap_while_it_comes_back)
+    assert facts("gc", tmp_path)["orphans"] == 0
+    assert len(names(store)) == 4
+
+
+def test_gc_keeps_an_orphan_that_was_used_while_it_looked(store, tmp_path: Path, monkeypatch) -> None:
+    first, *_, last = names(store)
+    (store.path / first).unlink()
+    os.utime(store.path / last, (1, 1))
+    now_ns = StoreDirectory.now_ns
+
+    def now_while_it_is_used(directory: StoreDirectory) -> int:
+        os.utime(store.path / last)
+        return now_ns(directory)
+
+    monkeypatch.setattr(StoreDirectory, "now_ns", now_while_it_is_used)
+    assert facts("gc", tmp_path)["orphans"] == 0
+    assert (store.path / last).exists()
+
+
 def test_du_shows_what_sharing_saves(store: SnapshotStore, tmp_path: Path) -> None:
     (row,) = facts("du", tmp_path)
     assert (row["model"], row["version"], row["rows"], row["n_files"]) == ("feed", 3, "F32", 4)
@@ -193,6 +226,32 @@ def test_rm_removes_a_conversation_and_leaves_what_others_share(store: SnapshotS
     tokens = ",".join(map(str, fork_ids()))
     assert set(facts("rm", tmp_path, "--tokens", tokens)["removed"]) == {str(store.path / fork)}
     assert facts("rm", tmp_path, "--tokens", ",".join(map(str, IDS)))["removed"] == [str(store.path / first)]
+
+
+@pytest.mark.parametrize("n_before", [0, 1])
+def test_rm_keeps_what_a_node_continued_while_it_looked(store, tmp_path: Path, monkeypatch, n_before) -> None:
+    """Before it deletes anything, and between two deletions."""
+    first, _, middle, last = names(store)
+    delete, is_still_whole = StoreDirectory.delete, OpenStore.is_still_whole
+    n_deleted: list[str] = []
+
+    def delete_and_count(directory: StoreDirectory, name: str) -> None:
+        n_deleted.append(name)
+        delete(directory, name)
+
+    def look_after_a_save(opened: OpenStore, folder: Folder) -> bool:
+        if len(n_deleted) == n_before:
+            other = np.concatenate([IDS[: 200 if n_before == 0 else 130], np.full(20, 901, np.int32)])
+            rows = np.zeros((2, 220, 16), np.float32)
+            open_store(tmp_path).publish(other, MemoryRows(rows, rows))
+        return is_still_whole(opened, folder)
+
+    monkeypatch.setattr(StoreDirectory, "delete", delete_and_count)
+    monkeypatch.setattr(OpenStore, "is_still_whole", look_after_a_save)
+    removed = facts("rm", tmp_path, "--tokens", ",".join(map(str, IDS)))["removed"]
+    assert removed == ([] if n_before == 0 else [str(store.path / last)])
+    assert {first, middle} <= set(names(store))
+    assert open_store(tmp_path).statistics().n_orphans == 0
 
 
 def test_ls_lcp_inspect_verify_and_dump_know_chains(store: SnapshotStore, tmp_path: Path) -> None:
