@@ -32,7 +32,7 @@ TERMINAL_EVENT: Final = {
 
 
 def base_response(
-    response_id: str, created_at: int, model: str, previous_id: str | None, status: str, *, is_stored: bool
+    response_id: str, created_at: int, model: str, previous_id: str | None, status: str, *, is_stored: bool = True
 ) -> Json:
     """A response without output."""
     return {
