@@ -13,6 +13,9 @@ from kvferry.gateway.errors import invalid, unsupported
 
 MAX_SEED: Final = 2**64 - 1
 
+LEAST_FLOAT: Final = 2.0**-149
+"""Above 0, of the 32 bits that travel."""
+
 NO_EFFECT: Final = frozenset(
     {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
      "service_tier", "store", "user", "verbosity"}
@@ -47,11 +50,11 @@ class SamplingFields(NullIsNotGiven):
 
     # As the coordinator has them (docs/api.md), so that a refusal names the field; NaN is in no range.
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=LEAST_FLOAT, le=1)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=MAX_SEED)
     top_k: int | None = Field(default=None, ge=0, le=2**31)
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=LEAST_FLOAT, le=10)] | None = None
     repetition_window: int | None = Field(default=None, ge=0, le=2**31)
 
     def check_unknown(self) -> None:

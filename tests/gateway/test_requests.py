@@ -76,6 +76,7 @@ def test_a_null_in_a_schema_stays_one():
         (CHAT, {"temperature": -1}, "temperature"),
         (CHAT, {"temperature": "hot"}, "temperature"),
         (CHAT, {"top_p": 0}, "top_p"),
+        (CHAT, {"top_p": 1e-60}, "top_p"),
         (CHAT, {"min_p": 2}, "min_p"),
         (CHAT, {"repetition_penalty": 0}, "repetition_penalty"),
         (CHAT, {"stop": ["x"] * 17}, "stop"),
