@@ -46,9 +46,9 @@ class JsonView:
     """One JSON object a line: {"event": "token", ...}."""
 
     def show(self, event: TurnEvent) -> None:
-        """To stdout."""
+        """To stdout; a token's bytes, which may be a part of a character, as numbers."""
         kind = "".join("_" + c.lower() if c.isupper() else c for c in type(event).__name__).removeprefix("_")
-        click.echo(json.dumps({"event": kind} | dataclasses.asdict(event)))
+        click.echo(json.dumps({"event": kind} | dataclasses.asdict(event), default=list))
 
     def note(self, text: str) -> None:
         """Not for programs: to stderr."""

@@ -57,7 +57,9 @@ def placed(node_id: str, epoch: int, first_index: int = 0, turn_id: str = TURN) 
 
 
 def token(index: int, turn_id: str = TURN) -> chat_pb2.TurnEvent:
-    event = chat_pb2.TokenEvent(token_id=100 + index, text=f"w{index} ", is_content=True)
+    event = chat_pb2.TokenEvent(
+        token_id=100 + index, text=f"w{index} ", token_bytes=f"w{index} ".encode(), is_content=True
+    )
     return chat_pb2.TurnEvent(turn_id=turn_id, sequence=index, token=event)
 
 

@@ -289,6 +289,7 @@ async def test_chat_as_json_is_one_event_a_line(coordinator, env):
     events = [json.loads(line) for line in out.splitlines()]
     assert [event["event"] for event in events] == ["started", "placed", "token", "finished"]
     assert (events[2]["token_id"], events[3]["reason"]) == (100, "end")
+    assert bytes(events[2]["token_bytes"]) == b"w0 "
 
 
 async def test_a_node_with_another_key_is_told_of_in_one_sentence(coordinator, env):

@@ -67,7 +67,7 @@ async def test_an_undisturbed_turn_arrives_as_it_was_sent(coordinator):
     assert [type(e) for e in events] == [Started, Placed, Token, Token, NodeLost, Placed, Token, Finished]
     assert events[0] == Started(7, 3)
     assert (events[1].node_id, events[1].prefix.n_resident, events[1].candidates[0].reason) == ("n1", 3, "the only one")
-    assert events[2] == Token(0, 100, "w0 ", content="w0 ")
+    assert events[2] == Token(0, 100, "w0 ", content="w0 ", token_bytes=b"w0 ")
     assert events[4].n_tokens == 2
     assert events[-1].reason is FinishReason.END
 
