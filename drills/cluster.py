@@ -269,7 +269,7 @@ class LocalCluster:
             for process in group:
                 process.ask_to_stop()
             deadline = time.monotonic() + timeout_s
-            forced += [p.name for p in group if not p.stop(max(0.0, deadline - time.monotonic()))]
+            forced += [p.name for p in group if not p.end_within(max(0.0, deadline - time.monotonic()))]
         return forced
 
     def stop(self) -> list[str]:

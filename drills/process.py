@@ -205,6 +205,10 @@ class ManagedProcess:
     def stop(self, timeout_s: float = STOP_S) -> bool:
         """SIGTERM, then SIGKILL when it takes longer than `timeout_s`; True when it went by itself."""
         self.ask_to_stop()
+        return self.end_within(timeout_s)
+
+    def end_within(self, timeout_s: float) -> bool:
+        """As `stop`, for what has been asked already: a second SIGTERM means that nothing is to be saved."""
         if self.wait_gone(timeout_s):
             return True
         self.kill()

@@ -24,5 +24,9 @@ def shown(text: str, *, err: bool = False) -> str:
 
 
 def say(text: object = "", *, err: bool = False, nl: bool = True, color: bool | None = None, **style: Any) -> None:
-    """For a person, in click's ``style``; what is in it is ``shown``. JSON goes by ``print_json``."""
-    click.secho(shown(str(text), err=err), nl=nl, err=err, color=color, **style)
+    """For a person, in click's ``style`` if there is one; what is in it is ``shown``. JSON goes by ``print_json``.
+
+    A style ends with a code, so a piece of a text that is told as it comes has none.
+    """
+    words = shown(str(text), err=err)
+    click.echo(click.style(words, **style) if style else words, nl=nl, err=err, color=color)

@@ -21,6 +21,16 @@ from kvferry.drills.process import ManagedProcess
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(60)"
 POLITE = "import time; ready(); time.sleep(60)"
+THOROUGH = """
+import signal, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+ready()
+while not asked:
+    time.sleep(0.01)
+time.sleep({seconds})
+print("asked", len(asked), "times")
+"""
 
 
 @pytest.fixture
@@ -58,6 +68,21 @@ def test_one_that_does_not_listen_is_killed(managed):
     managed.wait_ready(20)
     assert managed.stop(timeout_s=0.3) is False
     assert managed.return_code == -signal.SIGKILL
+
+
+def test_nodes_of_a_cluster_are_asked_once_however_long_the_others_take(managed, tmp_path):
+    """Asked again, a node ends without saving its sessions."""
+    ready_file, environment = tmp_path / "q.ready", {"PYTHONPATH": str(tmp_path)}
+    code = THOROUGH.format(seconds=0.8)
+    other = ManagedProcess("q", [code, str(ready_file)], ready_file, tmp_path / "q.log", environment)
+    managed.arguments[0] = THOROUGH.format(seconds=0.3)
+    cluster = LocalCluster(ClusterOptions(model="none", directory=tmp_path / "cluster", n_nodes=2))
+    cluster.nodes |= {"node-1": managed, "node-2": other}
+    for process in (managed, other):
+        process.start()
+        process.wait_ready(20)
+    assert cluster.stop_processes() == []
+    assert [log.read_text() for log in (managed.log_file, other.log_file)] == ["asked 1 times\n"] * 2
 
 
 def test_a_frozen_one_can_be_stopped(managed):

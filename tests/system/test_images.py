@@ -21,7 +21,7 @@ from .rig import Control, Strike, options
 
 pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
 
-N_TOKENS = 200
+N_TOKENS = 500
 KVFERRY = (sys.executable, "-m", "kvferry.client.cli")
 
 
