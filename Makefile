@@ -46,7 +46,7 @@ test: $(VENV)/.dev ## every test that takes seconds; under 15 minutes on 2 cores
 	$(READY)
 	@failed=0; set -x; \
 	$(PYTEST) -n 2 --dist loadfile -m 'not slow and not bench and not alone' || failed=1; \
-	$(PYTEST) -m 'alone and not slow and not bench' || failed=1; \
+	$(PYTEST) -m 'alone and not slow and not bench' $$(grep -rl --include='test_*.py' 'mark\.alone' tests) || failed=1; \
 	exit $$failed
 
 test-all: $(VENV)/.dev ## the slow ones as well
