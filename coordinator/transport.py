@@ -5,7 +5,6 @@ This is where gRPC's statuses become the words of ``turn.py``: ``PlacementLost``
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from typing import Final, Protocol
@@ -128,16 +127,9 @@ class GrpcTransport:
         """Tell a node that cannot be reached from one that breaks down over the turn."""
         why = f"no connection to {address} within {CONNECT_SECONDS:g} s"
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CONNECT_SECONDS):
-                while True:
-                    channel = self._channels.to(address)
-                    state = channel.get_state(try_to_connect=True)
-                    if state is grpc.ChannelConnectivity.READY:
-                        return
-                    if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                        why = f"{address} refuses connections{self._look_at}"
-                        break
-                    await channel.wait_for_state_change(state)
+            if await self._channels.reach(address, CONNECT_SECONDS) is not None:
+                return
+            why = f"{address} refuses connections{self._look_at}"
         raise PlacementLost(Loss(cause="broken_stream", detail=why, blame=Blame.NODE), connection_broke=True)
 
     def _stub(self, address: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:

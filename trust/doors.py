@@ -144,6 +144,18 @@ class Channels:
             self._channels[address] = self._open(address)
         return self._channels[address]
 
+    async def reach(self, address: str, within_s: float) -> grpc.aio.Channel | None:
+        """One that is connected; None where that is refused. Raises TimeoutError."""
+        async with asyncio.timeout(within_s):
+            while True:
+                channel = self.to(address)
+                state = channel.get_state(try_to_connect=True)
+                if state is grpc.ChannelConnectivity.READY:
+                    return channel
+                if state in {grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN}:
+                    return None
+                await channel.wait_for_state_change(state)
+
     async def aclose(self) -> None:
         """All of them, and every call on them."""
         for task in self._retiring:

@@ -149,15 +149,7 @@ class EtcdClient:
     async def _channel_to(self, endpoint: str) -> grpc.aio.Channel | None:
         """None when it does not let itself be reached."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CONNECT_SECONDS):
-                while True:
-                    channel = self._channels.to(endpoint)
-                    state = channel.get_state(try_to_connect=True)
-                    if state is grpc.ChannelConnectivity.READY:
-                        return channel
-                    if state in {grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN}:
-                        return None
-                    await channel.wait_for_state_change(state)
+            return await self._channels.reach(endpoint, CONNECT_SECONDS)
         return None
 
     def _ask_another(self, failed: str) -> None:
