@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from kvferry.store.commands.shared import EXIT_INTERRUPTED, OpenStore, operator_id, progress, store_argument
 from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import SnapshotGone, SnapshotRejected, StoreError, StoreUnavailable
-from kvferry.store.folder import UNREADABLE, FileView, Folder, read_rows_of
+from kvferry.store.folder import ORPHAN, UNREADABLE, FileView, Folder, read_rows_of
 from kvferry.store.pace import Pace
 from kvferry.store.reader import Identity
 from kvferry.store.repair import salvage
@@ -28,7 +28,6 @@ from kvferry.terminal.output import console, json_option, print_json
 from kvferry.terminal.words import say
 
 EXIT_PROBLEMS: Final = 3
-ORPHAN: Final = "orphan_segment"
 # Refusals that say that a file is damaged; others say that it is not for this reader, and it stays where it is.
 _DAMAGE: Final = frozenset(
     {"truncated_header", "size_mismatch", "head_digest_mismatch", "token_hash_mismatch", "extension_malformed"}
