@@ -15,10 +15,12 @@ from cluster_kit import Cluster, Processes
 from etcd_cluster import BINARY, WHY_NOT, EtcdCluster
 from registry_kit import Open, open_memory, open_sqlite
 
+from kvferry.coordinator import server
 from kvferry.coordinator.etcd.registry import EtcdRegistry
 from kvferry.coordinator.loaded_model import LoadedModel
 from kvferry.coordinator.registry import Registry
 from kvferry.coordinator.snapshots import SnapshotView
+from kvferry.coordinator.turns import Turns
 from kvferry.store.place import StorePlace
 
 
@@ -64,6 +66,18 @@ async def open_registry(request: pytest.FixtureRequest, tmp_path: Path) -> Async
 @pytest.fixture
 async def registry(open_registry: Open) -> Registry:
     return await open_registry()
+
+
+@pytest.fixture
+def turns_of_idle_houses(monkeypatch: pytest.MonkeyPatch) -> list[Turns]:
+    """The turns of each coordinator that starts; none of them keeps house, so that a test does when it wants to."""
+    made: list[Turns] = []
+
+    async def no_housekeeping(registry: Registry, turns: Turns, settings: object) -> None:
+        made.append(turns)
+
+    monkeypatch.setattr(server, "keep_house", no_housekeeping)
+    return made
 
 
 @pytest.fixture

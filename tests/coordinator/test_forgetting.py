@@ -15,7 +15,6 @@ from registry_kit import outcome, session, turn
 from scripted_worker import Script
 from test_snapshots import FINGERPRINT, GEOMETRY, VOCABULARY, Zeros
 
-from kvferry.coordinator import server
 from kvferry.coordinator.conversation import History
 from kvferry.coordinator.forgetting import Forgetting, expire
 from kvferry.coordinator.memory_registry import Ledger, MemoryRegistry
@@ -129,14 +128,8 @@ async def test_deleting_by_rpc_does_it(new_cluster: Callable[..., Any], tmp_path
 
 
 async def test_a_session_that_is_used_again_while_it_expires_is_deleted_before_that_or_not_at_all(
-    new_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    new_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, turns_of_idle_houses: list[Turns]
 ) -> None:
-    made: list[Turns] = []
-
-    async def no_housekeeping(registry: Registry, turns: Turns, settings: object) -> None:
-        made.append(turns)
-
-    monkeypatch.setattr(server, "keep_house", no_housekeeping)
     cluster: Cluster = await new_cluster()
     await cluster.worker("a", Script(token_seconds=0.1))
     client = cluster.client()
@@ -154,7 +147,9 @@ async def test_a_session_that_is_used_again_while_it_expires_is_deleted_before_t
 
     monkeypatch.setattr(SqliteRegistry, "get_session", used_meanwhile)
     far_ms = 2**60
-    n_deleted = await expire(made[0]._around.registry, made[0], now_ms=far_ms, before_ms=far_ms)
+    n_deleted = await expire(
+        turns_of_idle_houses[0]._around.registry, turns_of_idle_houses[0], now_ms=far_ms, before_ms=far_ms
+    )
     ((events, error),) = await asyncio.gather(*asking)
     if error is None:
         assert (n_deleted, len(ids_of(events))) == (0, 8)

@@ -12,7 +12,6 @@ from cluster_kit import PATIENCE_S, Client, Cluster, all_of, code_of, eventually
 from scripted_worker import Script
 
 from kvferry.client.sdk import AsyncClient, ConnectionLost, FinishReason, Token
-from kvferry.coordinator import server
 from kvferry.coordinator.errors import RegistryUnavailable
 from kvferry.coordinator.registry import TurnRecord
 from kvferry.coordinator.samples import sample_session
@@ -242,14 +241,8 @@ async def test_too_many_samples_are_refused(cluster: Cluster) -> None:
 
 
 async def test_a_sample_is_run_once_though_open_turns_are_looked_for_while_it_begins(
-    new_cluster: Any, monkeypatch: pytest.MonkeyPatch
+    new_cluster: Any, monkeypatch: pytest.MonkeyPatch, turns_of_idle_houses: list[Turns]
 ) -> None:
-    made: list[Turns] = []
-
-    async def no_housekeeping(registry: object, turns: Turns, settings: object) -> None:
-        made.append(turns)
-
-    monkeypatch.setattr(server, "keep_house", no_housekeeping)
     cluster: Cluster = await new_cluster()
     worker = await cluster.worker("a", Script(token_seconds=0.02))
     client = cluster.client()
@@ -260,7 +253,7 @@ async def test_a_sample_is_run_once_though_open_turns_are_looked_for_while_it_be
     async def slow_to_tell(self: SqliteRegistry, turn: TurnRecord, *more: Any) -> int:
         epoch = await begin(self, turn, *more)
         if turn.session_id != "s":
-            looking.append(asyncio.create_task(made[0].recover()))
+            looking.append(asyncio.create_task(turns_of_idle_houses[0].recover()))
             await asyncio.wait(looking, timeout=0.3)
         return epoch
 
