@@ -102,7 +102,8 @@ class Membership:
         self._n_told = 0  # of published snapshots
         self._state = state
         self._address = address
-        self._terms: _Terms | None = None  # None: not registered
+        self._terms: _Terms | None = None  # None: not registered, as far as we know
+        self._asked_to_join = False
         self._beat_now = asyncio.Event()
         self._n_failures = 0
         self._told = ""
@@ -121,7 +122,7 @@ class Membership:
 
     async def leave(self) -> None:
         """Say good-bye; not being heard is no error."""
-        if self._terms is None:
+        if not self._asked_to_join:
             return
         identity = self._state.ready().identity
         request = fleet_pb2.DeregisterRequest(node_id=self._state.config.node_id, boot_id=identity.boot_id)
@@ -163,6 +164,7 @@ class Membership:
     async def _register(self, stub: fleet_pb2_grpc.FleetServiceAsyncStub) -> None:
         serving = self._state.ready()
         asked_at = time.monotonic()
+        self._asked_to_join = True  # from here on it may have us as a member, whether or not its answer arrives
         response = await stub.Register(self._registration(serving, asked_at), timeout=CALL_TIMEOUT_SECONDS)
         self._state.fence.see_generation(response.coordinator_generation)
         self._terms = _Terms(response.lease_seconds, response.heartbeat_seconds)
