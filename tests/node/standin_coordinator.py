@@ -16,6 +16,8 @@ from kvferry.proto.v1 import fleet_pb2, fleet_pb2_grpc
 
 LEASE_SECONDS, HEARTBEAT_SECONDS = 10.0, 0.2
 SILENCE_SECONDS = 1.0  # a heartbeat waits no longer
+# From a note to its answer: a test that takes what was asked for what was answered fails always, and not once a month.
+ANSWER_SECONDS = 0.1
 
 
 class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
@@ -28,6 +30,7 @@ class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
         self.silent = False
         self.forget = False
         self.refusal = ""
+        self.answer_seconds = ANSWER_SECONDS
         self.registered: list[fleet_pb2.RegisterRequest] = []
         self.heartbeats: list[fleet_pb2.HeartbeatRequest] = []
         self.deregistered: list[fleet_pb2.DeregisterRequest] = []
@@ -48,11 +51,12 @@ class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
         self._server.stop(None).wait()
 
     def give_lease(self, seconds: float) -> None:
-        """Have the node register again, for a lease of that length."""
+        """Have the node register again, for a lease of that length; returns when it has it."""
         n_before = len(self.registered)
         self.lease_seconds = seconds
         self.forget = True
         self.wait_for(f"len(registered) > {n_before}")
+        self.wait_for(f"len(heartbeats) > {len(self.heartbeats)}")  # a node beats after it took its lease
 
     def wait_for(self, condition: str, seconds: float = 20.0) -> None:
         """Until an expression over registered, heartbeats and deregistered holds."""
@@ -64,8 +68,8 @@ class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
         if self.refusal:
             context.set_trailing_metadata(trailing_metadata("node_id_taken"))
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
+        self.forget = False  # first: who waits for the note may ask for the next one
         self._note(self.registered, request)
-        self.forget = False
         return fleet_pb2.RegisterResponse(
             coordinator_generation=self.generation,
             lease_seconds=self.lease_seconds,
@@ -89,3 +93,4 @@ class StandInCoordinator(fleet_pb2_grpc.FleetServiceServicer):
         with self._changed:
             requests.append(request)
             self._changed.notify_all()
+        time.sleep(self.answer_seconds)

@@ -204,6 +204,17 @@ def test_a_drained_node_lets_go_of_everything(
     assert member.stop() == 0
 
 
+def test_a_node_that_leaves_while_it_is_let_in_says_so(leaver: tuple[StandInCoordinator, RunningNode]) -> None:
+    """Or turns are sent to it until its lease ends."""
+    coordinator, node = leaver
+    coordinator.answer_seconds = 0.9
+    coordinator.forget = True
+    coordinator.wait_for("len(registered) == 2")
+    node.stub.Drain(worker_pb2.DrainRequest(timeout_seconds=20), timeout=30)
+    coordinator.wait_for("len(deregistered) == 1")
+    assert coordinator.deregistered[0].boot_id == coordinator.registered[1].boot_id
+
+
 def test_a_long_drain_does_not_hold_up_the_end(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
     flags = ("--store", str(tmp_path / "store"), "--drain-timeout-seconds", "1")
     with running_node(tmp_path / "n", smollm2_path, *flags, program=SABOTAGED) as node:
