@@ -47,15 +47,17 @@ def main(root: Path, tenant: str, node: str, budget: int, n_least: int, stop: Pa
     first = 1000
     while not (stop.exists() and counts["n_saved"] >= n_least) and time.monotonic() < ends_at:
         first += 1
+        names: list[str] = []
         for n in (N, 2 * N):
             try:
-                name = store.publish(np.arange(first, first + n), rows_of(first, n)).name
+                names.append(store.publish(np.arange(first, first + n), rows_of(first, n)).name)
             except StoreFull:
                 counts["n_without_room"] += 1
                 continue
             counts["n_saved"] += 1
-            with suppress(FileNotFoundError):  # evicted for another node already
-                os.utime(store.path / name, (time.time() - 3600,) * 2)
+            for name in names:  # the second turn marks the first one's as used
+                with suppress(FileNotFoundError):  # evicted for another node already
+                    os.utime(store.path / name, (time.time() - 3600,) * 2)
         rows = MemoryRows.empty(GEOMETRY, N)
         match = store.find(hot)
         try:
