@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from kvferry.client.sdk import Client, Sampling
-from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.conversation import TurnRequest, hold_turn
 
+from .pair import Tripped
 from .pictures import picture
-from .rig import Control, Strike, options, placed_on
-
-N_TOKENS = 700  # a model this small answers faster than a signal arrives
-N_TRIES = 5
+from .rig import ANSWER_TOKENS, Strike, placed_on
 
 
 @pytest.mark.parametrize(
@@ -33,28 +29,27 @@ N_TRIES = 5
 def test_killed_mid_answer_nothing_is_lost_twice_or_different(
     name: str, quant: str, sees: bool, chat_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder = chat_model(name)
-    quantised = {"node_arguments": ("--quant", quant)}
-    settings = options(str(folder), tmp_path / "cluster", n_nodes=2, kv_memory="64MiB", context=1024, **quantised)
-    with LocalCluster(settings) as cluster, Client(cluster.address) as client:
-        control = Control(cluster)
+    nodes = Tripped(chat_model(name), tmp_path / "cluster", node_arguments=("--quant", quant))
+    with nodes.cluster as cluster, Client(cluster.address) as client:
         asked = (
             TurnRequest(
                 f"Tell me a story, {i}.",
-                N_TOKENS,
+                ANSWER_TOKENS,
                 Sampling(temperature=0.8, seed=i),
                 images=(picture(i), picture(-i % 7, 64, 128)) if sees else (),
             )
             for i in range(40)
         )
-        whole = (turn for turn in asked if len(control.answer(turn).received) == N_TOKENS)
-        for turn in islice(whole, N_TRIES):
-            strike = Strike(3, cluster.kill_node)
-            session = client.create_session()
-            log = hold_turn(session, turn, strike)
-            assert strike.done
-            control.assert_same([turn], [log.record], session)
-            if len(set(placed_on(log))) == 2:
-                return
-            cluster.ensure_all_live()  # all tokens were on their way before the node died
-    pytest.fail(f"the node was never killed before the end of an answer, in {N_TRIES} tries")
+        turn = next(turn for turn in asked if len(nodes.control.answer(turn).received) == ANSWER_TOKENS)
+        for node_id in cluster.nodes:  # a model this small answers faster than a signal arrives
+            nodes.order(node_id, round=1, stop_at=ANSWER_TOKENS // 2)
+
+        def kill(node_id: str) -> None:
+            cluster.kill_node(node_id)
+            for other in cluster.nodes:
+                nodes.order(other)
+
+        session = client.create_session()
+        log = hold_turn(session, turn, Strike(3, kill))
+        nodes.control.assert_same([turn], [log.record], session)
+        assert len(set(placed_on(log))) == 2
