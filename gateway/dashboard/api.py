@@ -101,9 +101,8 @@ async def turns(request: Request) -> Response:
 async def store(request: Request) -> Response:
     """GET /dashboard/store: the tree of stored prefixes, or with ?below=ID what is below one; and who lies there."""
     context = context_of(request)
-    tree, found = await asyncio.gather(
-        context.client.snapshots(below=request.query_params.get("below", "")), context.dashboard.whereabouts.in_store()
-    )
+    found = await context.dashboard.whereabouts.in_store()  # first: what is saved meanwhile is in the tree then
+    tree = await context.client.snapshots(below=request.query_params.get("below", ""))
     return JSONResponse({**dataclasses.asdict(tree), "sessions": found})
 
 

@@ -13,6 +13,7 @@ from cluster_kit import Client, Processes, all_of, eventually, ids_of, take_toke
 from kvferry.proto.v1 import chat_pb2, common_pb2
 
 QUESTION = "Write a short story about a lighthouse keeper and a lost ship."
+N_TOKENS = 250  # so that there is time to kill a node before they are all on their way
 SAMPLING = common_pb2.SamplingSettings(temperature=0.8, seed=11)
 
 
@@ -23,7 +24,7 @@ async def test_an_answer_goes_on_bit_for_bit_when_its_board_dies(processes: Proc
     try:
         await client.until_nodes(2, patience_s=120)
         session = await client.new_session()
-        events = client.generate(session, QUESTION, turn_id="t", max_tokens=48, sampling=SAMPLING)
+        events = client.generate(session, QUESTION, turn_id="t", max_tokens=N_TOKENS, sampling=SAMPLING)
         first = await take_tokens(events, 7)
         serving = (await client.get(session)).turns[0].placements[0].node_id
         os.kill(nodes[serving].pid, signal.SIGKILL)
@@ -31,7 +32,7 @@ async def test_an_answer_goes_on_bit_for_bit_when_its_board_dies(processes: Proc
         answer = first + ids_of(rest)
         assert [e.node_lost.node_id for e in rest if e.HasField("node_lost")] == [serving], processes.logs()
         undisturbed = await all_of(
-            client.generate(await client.new_session(), QUESTION, max_tokens=48, sampling=SAMPLING)
+            client.generate(await client.new_session(), QUESTION, max_tokens=N_TOKENS, sampling=SAMPLING)
         )
         assert answer == ids_of(undisturbed), processes.logs()
         assert rest[-1].finished.n_placements == 2
@@ -129,9 +130,9 @@ async def test_a_node_with_another_key_is_told_of_and_its_answers_stay_right(
     try:
         await client.until_nodes(1, patience_s=120)
         undisturbed, moved = await client.new_session(), await client.new_session()
-        answer = ids_of(await all_of(client.generate(undisturbed, QUESTION, max_tokens=48, sampling=SAMPLING)))
+        answer = ids_of(await all_of(client.generate(undisturbed, QUESTION, max_tokens=N_TOKENS, sampling=SAMPLING)))
         right = ids_of(await all_of(client.generate(undisturbed, "And then?", max_tokens=16, sampling=SAMPLING)))
-        assert ids_of(await all_of(client.generate(moved, QUESTION, max_tokens=48, sampling=SAMPLING))) == answer
+        assert ids_of(await all_of(client.generate(moved, QUESTION, max_tokens=N_TOKENS, sampling=SAMPLING))) == answer
         await eventually(lambda: list(store.glob("*/*.kv")))
         saved = set(store.glob("*/*.kv"))
 

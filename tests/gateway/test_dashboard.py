@@ -257,7 +257,6 @@ def test_names_that_others_choose_stay_text(local: LocalCluster) -> None:
         page.locator("#timeline button").first.click()
         for tab in TABS:
             page.click(f"#tab-{tab}")
-            page.wait_for_timeout(400)
-            assert "onerror" in page.locator(f"#{tab}").inner_html(), f"{tab} shows them"
+            page.wait_for_function("tab => document.getElementById(tab).innerHTML.includes('onerror')", arg=tab)
             assert page.locator("img").count() == 0
         assert page.title() == "kvferry"

@@ -207,7 +207,7 @@ def test_a_drained_node_lets_go_of_everything(
 def test_a_node_that_leaves_while_it_is_let_in_says_so(leaver: tuple[StandInCoordinator, RunningNode]) -> None:
     """Or turns are sent to it until its lease ends."""
     coordinator, node = leaver
-    coordinator.answer_seconds = 0.9
+    coordinator.answer_seconds = 0.7
     coordinator.forget = True
     coordinator.wait_for("len(registered) == 2")
     node.stub.Drain(worker_pb2.DrainRequest(timeout_seconds=20), timeout=30)
