@@ -10,6 +10,7 @@ from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.model import DEFAULT_MODEL, ensure_model
 
 from .rig import Control, options
+from .tripped import Tripped
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "telemetry"))  # otlp_collector.py
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))  # browser_kit.py
@@ -30,7 +31,14 @@ def control(model, tmp_path_factory) -> Iterator[Control]:
 
 
 @pytest.fixture(scope="session")
-def cluster(model, tmp_path_factory) -> Iterator[LocalCluster]:
-    """Three nodes for all tests, since starting them takes longer than most tests; each puts right what it broke."""
-    with LocalCluster(options(model, tmp_path_factory.mktemp("cluster"))) as cluster:
-        yield cluster
+def nodes(model, tmp_path_factory) -> Iterator[Tripped]:
+    """Three for all tests, since starting them takes longer than most tests; each puts right what it broke."""
+    nodes = Tripped(options(model, tmp_path_factory.mktemp("cluster")))
+    with nodes.cluster:
+        yield nodes
+
+
+@pytest.fixture(scope="session")
+def cluster(nodes) -> LocalCluster:
+    """Theirs."""
+    return nodes.cluster

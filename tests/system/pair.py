@@ -1,8 +1,7 @@
-"""Two nodes of a tiny model whose engines can be stopped at an exact token, and eight sessions at once."""
+"""Two nodes of a tiny model, and eight sessions at once."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,41 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.client.sdk import Client, Placed, Sampling, Session, Token, TurnEvent
-from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.conversation import TurnLog, TurnRequest, hold_turn
 
 from .rig import ANSWER_TOKENS, Control, options
+from .tripped import Tripped
 
-TRIPWIRE = Path(__file__).parent / "tripwire"
 
-
-class Tripped:
-    """A cluster whose nodes obey orders (see tripwire/sitecustomize.py)."""
-
-    def __init__(self, model: Path, directory: Path, **changes: Any) -> None:
-        arguments = ("--max-running", "32", "--publish-every-tokens", "32", "--publish-min-tokens", "1")
-        defaults = {"n_nodes": 2, "kv_memory": "64MiB", "context": 1024, "node_arguments": arguments}
-        self.cluster = LocalCluster(options(str(model), directory, **(defaults | changes)))
-        for name, process in self.cluster.nodes.items():
-            process.environment = {
-                "PYTHONPATH": str(TRIPWIRE),
-                "KVFERRY_TEST_TRIPWIRE": str(self._orders(name)),
-            }
-        self.control = Control(self.cluster)
-
-    def order(self, node_id: str, **orders: Any) -> None:
-        """From its next step on; none of them: an engine like any other."""
-        path = self._orders(node_id)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(orders))
-        new.replace(path)
-
-    def stop(self, node_id: str) -> None:
-        """In order, so that no turn is placed there; no error when it has ended already."""
-        self.cluster.nodes[node_id].stop()
-
-    def _orders(self, node_id: str) -> Path:
-        return self.cluster.directory / "run" / f"{node_id}.orders"
+def tripped_pair(model: Path, directory: Path, **changes: Any) -> Tripped:
+    """Two small nodes that take many turns at once and save often."""
+    arguments = ("--max-running", "32", "--publish-every-tokens", "32", "--publish-min-tokens", "1")
+    defaults = {"n_nodes": 2, "kv_memory": "64MiB", "context": 1024, "node_arguments": arguments}
+    return Tripped(options(str(model), directory, **(defaults | changes)))
 
 
 def whole_questions(control: Control, n: int) -> list[TurnRequest]:

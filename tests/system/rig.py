@@ -72,6 +72,10 @@ class Strike:
     done: bool = False
 
     def __call__(self, _log: TurnLog, event: TurnEvent) -> None:
+        self.hear(event)
+
+    def hear(self, event: TurnEvent) -> None:
+        """The next event of the turn."""
         if isinstance(event, Placed) and not self.done:
             self.node_id = event.node_id
         arrived = event.sequence + 1 if isinstance(event, Token) else 0

@@ -23,6 +23,8 @@ from kvferry.client.sdk import (
     TurnEvent,
 )
 
+from .rig import Strike
+
 pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
 
 TRIP = JsonSchema({
@@ -67,16 +69,14 @@ TOOLS = (
 SETTINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.95, seed=11)]
 
 
-def held(
-    session: Session, messages: Any, kill: Callable[[str], None] | None = None, after: int = 0, **request: Any
-) -> list[TurnEvent]:
-    """One turn; its node is killed once `after` tokens of it have arrived."""
+def held(session: Session, messages: Any, strike: Strike | None = None, **request: Any) -> list[TurnEvent]:
+    """One turn, struck or not."""
     events: list[TurnEvent] = []
     with session.generate(messages, max_tokens=300, **request) as turn:
         for event in turn:
             events.append(event)
-            if kill is not None and isinstance(event, Token) and event.sequence + 1 == after:
-                kill(next(e.node_id for e in reversed(events) if isinstance(e, Placed)))
+            if strike is not None:
+                strike.hear(event)
     return events
 
 
@@ -107,7 +107,7 @@ def check_trip(text: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "sampled"])
-def test_a_json_answer_survives_its_node(cluster, control, sampling):
+def test_a_json_answer_survives_its_node(nodes, cluster, control, sampling):
     cluster.ensure_all_live()
     question = "Plan a trip along the coast, as JSON."
     with Client(control._cluster.address) as client:
@@ -117,7 +117,7 @@ def test_a_json_answer_survives_its_node(cluster, control, sampling):
     with Client(cluster.address) as client:
         for after in (3, n_tokens // 2, n_tokens - 6):
             session = client.create_session()
-            events = held(session, question, cluster.kill_node, after, format=TRIP, sampling=sampling)
+            events = held(session, question, nodes.strike(after, cluster.kill_node), format=TRIP, sampling=sampling)
             assert ids_of(events) == ids_of(truth)
             assert len(nodes_of(events)) == 2
             text = end_of(events).answer.content
@@ -127,13 +127,13 @@ def test_a_json_answer_survives_its_node(cluster, control, sampling):
 
 
 def tool_conversation(
-    session: Session, kill: Callable[[str], None] | None, sampling: Sampling
+    session: Session, strike: Callable[[int], Strike | None], sampling: Sampling
 ) -> list[list[TurnEvent]]:
     """Two calls with their results, and a last answer of a form; the first two turns lose their node."""
-    first = held(session, "I want to take a ferry.", kill, 9, tools=TOOLS, must_call="timetable", sampling=sampling)
+    first = held(session, "I want to take a ferry.", strike(9), tools=TOOLS, must_call="timetable", sampling=sampling)
     (call,) = end_of(first).answer.tool_calls
     result = Message("tool", '["F101 09:00", "F205 14:30"]', tool_call_id=call.id)
-    second = held(session, [result], kill, 7, must_call="book", sampling=sampling)
+    second = held(session, [result], strike(7), must_call="book", sampling=sampling)
     (booked,) = end_of(second).answer.tool_calls
     done = Message("tool", '{"status": "booked"}', tool_call_id=booked.id)
     third = held(session, [done], format=Regex(r"Your ferry is (booked|full)\. [A-Z][a-z ]{5,40}\."), sampling=sampling)
@@ -141,17 +141,18 @@ def tool_conversation(
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "sampled"])
-def test_a_conversation_with_tools_survives_its_nodes(cluster, control, sampling):
+def test_a_conversation_with_tools_survives_its_nodes(nodes, cluster, control, sampling):
     cluster.ensure_all_live()
     with Client(control._cluster.address) as client:
-        truth = tool_conversation(client.create_session(), None, sampling)
+        truth = tool_conversation(client.create_session(), lambda _after: None, sampling)
 
-    def kill(node_id: str) -> None:
-        cluster.kill_node(node_id)
+    def strike(after_token: int) -> Strike:
+        cluster.ensure_all_live()
+        return nodes.strike(after_token, cluster.kill_node)
 
     with Client(cluster.address) as client:
         session = client.create_session()
-        turns = tool_conversation(session, kill, sampling)
+        turns = tool_conversation(session, strike, sampling)
         assert [ids_of(turn) for turn in turns] == [ids_of(turn) for turn in truth]
         assert [len(nodes_of(turn)) for turn in turns[:2]] == [2, 2]
         details = session.details()

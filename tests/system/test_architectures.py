@@ -10,9 +10,9 @@ import pytest
 from kvferry.client.sdk import Client, Sampling
 from kvferry.drills.conversation import TurnRequest, hold_turn
 
-from .pair import Tripped
+from .pair import tripped_pair
 from .pictures import picture
-from .rig import ANSWER_TOKENS, Strike, placed_on
+from .rig import ANSWER_TOKENS, placed_on
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from .rig import ANSWER_TOKENS, Strike, placed_on
 def test_killed_mid_answer_nothing_is_lost_twice_or_different(
     name: str, quant: str, sees: bool, chat_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    nodes = Tripped(chat_model(name), tmp_path / "cluster", node_arguments=("--quant", quant))
+    nodes = tripped_pair(chat_model(name), tmp_path / "cluster", node_arguments=("--quant", quant))
     with nodes.cluster as cluster, Client(cluster.address) as client:
         asked = (
             TurnRequest(
@@ -41,15 +41,7 @@ def test_killed_mid_answer_nothing_is_lost_twice_or_different(
             for i in range(40)
         )
         turn = next(turn for turn in asked if len(nodes.control.answer(turn).received) == ANSWER_TOKENS)
-        for node_id in cluster.nodes:  # a model this small answers faster than a signal arrives
-            nodes.order(node_id, round=1, stop_at=ANSWER_TOKENS // 2)
-
-        def kill(node_id: str) -> None:
-            cluster.kill_node(node_id)
-            for other in cluster.nodes:
-                nodes.order(other)
-
         session = client.create_session()
-        log = hold_turn(session, turn, Strike(3, kill))
+        log = hold_turn(session, turn, nodes.strike(3, cluster.kill_node))
         nodes.control.assert_same([turn], [log.record], session)
         assert len(set(placed_on(log))) == 2

@@ -11,18 +11,19 @@ from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.conversation import hold_turn
 from kvferry.drills.demo import conversation
 
-from .rig import Strike, options, placed_on, question
+from .rig import options, placed_on, question
+from .tripped import Tripped
 
 pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
 
 
 @pytest.mark.parametrize(("number", "after_token"), [(0, 0), (0, 20), (1, 1), (1, 63)])
-def test_killed_in_an_answer_the_client_resumes_the_same_stream(cluster, control, number, after_token):
+def test_killed_in_an_answer_the_client_resumes_the_same_stream(nodes, cluster, control, number, after_token):
     def restart(_node_id: str) -> None:
         cluster.kill_coordinator()
         threading.Thread(target=cluster.start_coordinator).start()  # the client meets a closed port first
 
-    turn, strike = question(number), Strike(after_token, restart)
+    turn, strike = question(number), nodes.strike(after_token, restart)
     with Client(cluster.address) as client:
         session = client.create_session()
         log = hold_turn(session, turn, strike)
@@ -70,13 +71,14 @@ def test_after_a_power_cut_the_conversation_goes_on_from_the_store(model, contro
 
 def test_a_power_cut_in_an_answer_loses_nothing(model, control, tmp_path):
     turn = question(3)
-    with LocalCluster(options(model, tmp_path, n_nodes=2)) as cluster, Client(cluster.address) as client:
+    nodes = Tripped(options(model, tmp_path, n_nodes=2))
+    with nodes.cluster as cluster, Client(cluster.address) as client:
 
         def cut(_node_id: str) -> None:
             cluster.kill_all()
             threading.Thread(target=cluster.ensure_all_live).start()
 
         session = client.create_session()
-        log = hold_turn(session, turn, Strike(17, cut))
+        log = hold_turn(session, turn, nodes.strike(17, cut))
         control.assert_same([turn], [log.record], session)
     assert len(placed_on(log)) >= 2

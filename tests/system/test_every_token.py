@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.client.sdk import Client
 
-from .pair import Choir, Tripped, whole_questions
+from .pair import Choir, tripped_pair, whole_questions
 from .rig import ANSWER_TOKENS
 
 pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
@@ -29,7 +29,7 @@ def test_killed_at_this_token_of_eight_answers_the_other_node_goes_on(
     kill_at: Iterable[int], chat_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Half of the sessions are greedy, half are drawn with a seed; the dead node alternates."""
-    rig = Tripped(chat_model("qwen3_untied_f32"), tmp_path / "cluster")
+    rig = tripped_pair(chat_model("qwen3_untied_f32"), tmp_path / "cluster")
     moved: Counter[int] = Counter()
     with rig.cluster as cluster, Client(cluster.address) as client:
         turns = whole_questions(rig.control, N_SESSIONS)

@@ -17,7 +17,8 @@ from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.conversation import TurnRequest, hold_turn
 
 from .pictures import picture
-from .rig import Control, Strike, options
+from .rig import Control, options
+from .tripped import Tripped
 
 pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
 
@@ -26,11 +27,19 @@ KVFERRY = (sys.executable, "-m", "kvferry.client.cli")
 
 
 @pytest.fixture(scope="module")
-def seeing(chat_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def nodes(chat_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tripped]:
+    """Nodes with eyes."""
     folder = tmp_path_factory.mktemp("seeing")
     model = str(chat_model("qwen3vlmoe_bf16"))
-    with LocalCluster(options(model, folder, n_nodes=2, kv_memory="64MiB", context=2048)) as cluster:
-        yield cluster
+    nodes = Tripped(options(model, folder, n_nodes=2, kv_memory="64MiB", context=2048))
+    with nodes.cluster:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def seeing(nodes: Tripped) -> LocalCluster:
+    """Their cluster."""
+    return nodes.cluster
 
 
 def turns(seed: int) -> list[TurnRequest]:
@@ -44,7 +53,7 @@ def turns(seed: int) -> list[TurnRequest]:
     ]
 
 
-def test_a_conversation_with_pictures_goes_on_whatever_dies(seeing: LocalCluster) -> None:
+def test_a_conversation_with_pictures_goes_on_whatever_dies(nodes: Tripped, seeing: LocalCluster) -> None:
     control, asked = Control(seeing), turns(10)
     control.conversation(asked)
 
@@ -54,16 +63,13 @@ def test_a_conversation_with_pictures_goes_on_whatever_dies(seeing: LocalCluster
 
     with Client(seeing.address) as client:
         session = client.create_session()
-        strike = Strike(2, seeing.kill_node)
-        logs = [hold_turn(session, asked[0], strike)]
+        logs = [hold_turn(session, asked[0], nodes.strike(2, seeing.kill_node))]
+        assert len(logs[0].placements) == 2
         seeing.ensure_all_live()
-        second = Strike(2, restart)
-        logs.append(hold_turn(session, asked[1], second))
+        logs.append(hold_turn(session, asked[1], nodes.strike(2, restart)))
         assert any(isinstance(event, ConnectionLost) for _, event in logs[1].events)
         seeing.ensure_all_live()
         logs.append(hold_turn(session, asked[2]))
-        assert strike.done
-        assert second.done
         control.assert_same(asked, [log.record for log in logs], session)
 
 

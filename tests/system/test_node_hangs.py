@@ -9,16 +9,18 @@ from kvferry.client.sdk import Client, NodeState
 from kvferry.drills.cluster import LocalCluster
 from kvferry.drills.conversation import hold_turn
 
-from .rig import Strike, options, placed_on, question
+from .rig import options, placed_on, question
+from .tripped import Tripped
 
 pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
 
 
 def test_a_frozen_node_loses_the_stream_and_harms_nothing_when_it_thaws(model, control, tmp_path):
     turns = [question(4), question(5)]
-    with LocalCluster(options(model, tmp_path, lease_s=1.0)) as cluster, Client(cluster.address) as client:
+    nodes = Tripped(options(model, tmp_path, lease_s=1.0))
+    with nodes.cluster as cluster, Client(cluster.address) as client:
         session = client.create_session()
-        strike = Strike(15, cluster.freeze_node)
+        strike = nodes.strike(15, cluster.freeze_node)
         first = hold_turn(session, turns[0], strike)
         assert placed_on(first)[0] == strike.node_id
         assert placed_on(first)[-1] != strike.node_id
@@ -31,13 +33,14 @@ def test_a_frozen_node_loses_the_stream_and_harms_nothing_when_it_thaws(model, c
 
 def test_with_no_node_left_a_client_is_told_when_to_ask_again_and_the_turn_is_kept(model, control, tmp_path):
     turn = question(7)
+    nodes = Tripped(options(model, tmp_path, n_nodes=1))
     with (
-        LocalCluster(options(model, tmp_path, n_nodes=1)) as cluster,
+        nodes.cluster as cluster,
         Client(cluster.address, patience_s=0) as impatient,
         Client(cluster.address) as patient,
     ):
         session = impatient.create_session()
-        strike = Strike(20, cluster.kill_node)
+        strike = nodes.strike(20, cluster.kill_node)
         with pytest.raises(NoNode, match="no node") as caught:
             hold_turn(session, turn, strike, turn_id="kept")
         assert caught.value.retry_after_s is not None

@@ -27,6 +27,7 @@ from kvferry.trust.certificates import Role
 from kvferry.trust.tokens import new_token, write_tokens
 
 from .rig import Strike, options, placed_on, question
+from .tripped import Tripped
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -43,12 +44,16 @@ CANARY = "Zyzzyva-canary-7f3a"
 
 @dataclass
 class Secured:
-    cluster: LocalCluster
+    nodes: Tripped
     authority: Authority
     tls: Path
     token: str
     metrics: list[str]
     traces: Collector
+
+    @property
+    def cluster(self) -> LocalCluster:
+        return self.nodes.cluster
 
     def client(self) -> Client:
         return Client(self.cluster.address, tls_dir=self.tls / "someone", token=self.token)
@@ -84,13 +89,14 @@ def secured(model, tmp_path_factory) -> Iterator[Secured]:
         coordinator_arguments=(*debug, "--tokens", str(folder / "tokens.json"), "--metrics", f"127.0.0.1:{port}"),
         gateway_arguments=(*debug, "--https"),
     )
-    with collector, LocalCluster(chosen) as cluster:
-        yield Secured(cluster, authority, folder / "tls", token, [f"http://127.0.0.1:{port}/metrics"], collector)
+    nodes = Tripped(chosen)
+    with collector, nodes.cluster:
+        yield Secured(nodes, authority, folder / "tls", token, [f"http://127.0.0.1:{port}/metrics"], collector)
 
 
 def test_a_killed_nodes_answer_goes_on_with_the_same_bits(secured: Secured, control) -> None:
     turn = question(1)
-    strike = Strike(20, secured.cluster.kill_node)
+    strike = secured.nodes.strike(20, secured.cluster.kill_node)
     with secured.client() as client:
         session = client.create_session()
         log = hold_turn(session, turn, strike)

@@ -18,7 +18,8 @@ from kvferry.client.errors import ClientError, NoNode
 from kvferry.client.sdk import Client, NodeState, Sampling, Session
 from kvferry.drills.conversation import TurnRequest, hold_turn
 
-from .pair import Choir, Tripped, whole_questions
+from .pair import Choir, tripped_pair, whole_questions
+from .tripped import Tripped
 
 pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does within a lease
 
@@ -32,7 +33,7 @@ def slow(cases: int) -> object:
 
 @pytest.fixture(scope="module")
 def rig(chat_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tripped]:
-    rig = Tripped(chat_model("qwen3_untied_f32"), tmp_path_factory.mktemp("zombies"), lease_s=1.0)
+    rig = tripped_pair(chat_model("qwen3_untied_f32"), tmp_path_factory.mktemp("zombies"), lease_s=1.0)
     with rig.cluster:
         yield rig
 
