@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -21,10 +22,10 @@ pytestmark = pytest.mark.alone  # a cluster of three nodes, and what it does wit
 def test_killed_in_an_answer_the_client_resumes_the_same_stream(nodes, cluster, control, number, after_token):
     def restart(_node_id: str) -> None:
         cluster.kill_coordinator()
-        threading.Thread(target=cluster.start_coordinator).start()  # the client meets a closed port first
+        meanwhile.submit(cluster.start_coordinator)  # the client meets a closed port first
 
     turn, strike = question(number), nodes.strike(after_token, restart)
-    with Client(cluster.address) as client:
+    with ThreadPoolExecutor(1) as meanwhile, Client(cluster.address) as client:
         session = client.create_session()
         log = hold_turn(session, turn, strike)
         control.assert_same([turn], [log.record], session)
@@ -72,11 +73,11 @@ def test_after_a_power_cut_the_conversation_goes_on_from_the_store(model, contro
 def test_a_power_cut_in_an_answer_loses_nothing(model, control, tmp_path):
     turn = question(3)
     nodes = Tripped(options(model, tmp_path, n_nodes=2))
-    with nodes.cluster as cluster, Client(cluster.address) as client:
+    with nodes.cluster as cluster, ThreadPoolExecutor(1) as meanwhile, Client(cluster.address) as client:
 
         def cut(_node_id: str) -> None:
             cluster.kill_all()
-            threading.Thread(target=cluster.ensure_all_live).start()
+            meanwhile.submit(cluster.ensure_all_live)
 
         session = client.create_session()
         log = hold_turn(session, turn, nodes.strike(17, cut))

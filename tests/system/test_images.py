@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,9 +59,9 @@ def test_a_conversation_with_pictures_goes_on_whatever_dies(nodes: Tripped, seei
 
     def restart(_node_id: str) -> None:
         seeing.kill_coordinator()
-        threading.Thread(target=seeing.start_coordinator).start()
+        meanwhile.submit(seeing.start_coordinator)
 
-    with Client(seeing.address) as client:
+    with ThreadPoolExecutor(1) as meanwhile, Client(seeing.address) as client:
         session = client.create_session()
         logs = [hold_turn(session, asked[0], nodes.strike(2, seeing.kill_node))]
         assert len(logs[0].placements) == 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import random
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +71,8 @@ def test_17_a_node_that_thaws_after_its_turns_moved_delivers_and_replaces_nothin
             cluster.thaw_node(zombie)
             logs = choir.end()
             choir.assert_undisturbed(rig.control, logs)
-            assert all([placed.node_id for placed in log.placements] == [zombie, other] for log in logs)
+            # a machine in other hands for a lease moves a turn once more
+            assert all([placed.node_id for placed in log.placements[:2]] == [zombie, other] for log in logs)
             cluster.wait_live(cluster.nodes)  # it has found its way back
             after = files_of(cluster.directory / "store")
             assert {path: after.get(path) for path in before} == before
@@ -121,7 +121,7 @@ def test_16_a_power_cut_in_many_answers_keeps_every_session(rig: Tripped, n_sess
     seconds = [
         TurnRequest(f"Go on, {number:03d}.", 40, Sampling(temperature=0.8, seed=number)) for number in range(n_sessions)
     ]
-    with Client(cluster.address, patience_s=120) as client:
+    with ThreadPoolExecutor(1) as meanwhile, Client(cluster.address, patience_s=120) as client:
         sessions = [client.create_session() for _ in firsts]
         logs = [[hold_turn(session, turn)] for session, turn in zip(sessions, firsts, strict=True)]
         n_saved = [len(session.details().token_ids) - 1 for session in sessions]
@@ -129,10 +129,10 @@ def test_16_a_power_cut_in_many_answers_keeps_every_session(rig: Tripped, n_sess
         for node_id in cluster.nodes:
             rig.order(node_id, round=n_sessions, pace=0.02)
         choir = Choir(client, seconds, sessions)
-        time.sleep(rng.uniform(0.2, 1.2))
+        choir.wait_for_tokens(rng.randrange(1, 30), n_sessions=1)
         cluster.kill_all()
         assert any(0 < n < 40 for n in choir.arrived)
-        threading.Thread(target=cluster.ensure_all_live).start()
+        meanwhile.submit(cluster.ensure_all_live)
         for earlier, log in zip(logs, choir.end(), strict=True):
             earlier.append(log)
         n_rather_computed = 0
