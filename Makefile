@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-all lint format proto docs bench bench-engine bench-quality bench-serving bench-store bench-resume bench-saving bench-coordinator storm clean
+.PHONY: help setup setup-dev demo test test-all test-disturbed lint format proto docs bench bench-engine bench-quality bench-serving bench-store bench-resume bench-saving bench-coordinator storm clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +52,10 @@ test: $(VENV)/.dev ## every test that takes seconds; under 15 minutes on 2 cores
 test-all: $(VENV)/.dev ## the slow ones as well
 	$(READY)
 	$(PYTEST) -m 'not bench'
+
+test-disturbed: $(VENV)/.dev ## the first half on a machine in other hands (tests/disturbed): finds tests that depend on its speed
+	$(READY)
+	PYTHONPATH=$(CURDIR)/tests/disturbed $(PYTEST) -n 3 --dist loadfile -m 'not slow and not bench and not alone'
 
 lint: $(VENV)/.dev ## format, lint, types, import contracts, the wire contract
 	$(BIN)/ruff format --check .

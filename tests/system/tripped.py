@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ class Tripped:
 
     def __init__(self, settings: ClusterOptions) -> None:
         self.cluster = LocalCluster(settings)
+        path = os.pathsep.join([str(TRIPWIRE), *filter(None, [os.environ.get("PYTHONPATH")])])
         for name, process in self.cluster.nodes.items():
-            process.environment |= {"PYTHONPATH": str(TRIPWIRE), "KVFERRY_TEST_TRIPWIRE": str(self._orders(name))}
+            process.environment |= {"PYTHONPATH": path, "KVFERRY_TEST_TRIPWIRE": str(self._orders(name))}
         self.control = Control(self.cluster)
         self._rounds = itertools.count(1)
 

@@ -11,10 +11,14 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvferry.engine.scheduler import Scheduler, StepOutput
+
+with suppress(ImportError):
+    import disturbances  # noqa: F401 - in a disturbed run, whose own sitecustomize this one stands before
 
 ORDERS = Path(os.environ["KVFERRY_TEST_TRIPWIRE"])
 BYTES_LEAVE_S = 0.05
