@@ -116,6 +116,7 @@ class Frames:
                     choice = self._choices[number]
                     part = choice.push(event)
                     if isinstance(event, NodeLost):
+                        is_begun = True  # the remark takes the status with it
                         yield sse.comment(f"{event.node_id} was lost ({event.cause}), the answer goes on elsewhere")
                     elif part is not None:
                         _raise_if_failed(event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Self
 
@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from kvferry.client import Finished, FinishReason, ModelInfo, SampleEvent, Started, Token, TurnEvent
+from kvferry.client import Finished, FinishReason, ModelInfo, NodeLost, SampleEvent, Started, Token, TurnEvent
 from kvferry.client.errors import CLASS_OF, ClientError, Unavailable
 from kvferry.gateway.app import create_app
 from kvferry.gateway.context import Context
@@ -66,8 +66,8 @@ NEW_NAMES = {
 class Refusing:
     """A coordinator's client that raises what it was given, or takes a session and tells of a turn that failed."""
 
-    def __init__(self, error: ClientError, *, on_the_way: bool) -> None:
-        self._error, self._on_the_way = error, on_the_way
+    def __init__(self, error: ClientError, *, on_the_way: bool, before: Sequence[TurnEvent] = (Started(3, 0),)) -> None:
+        self._error, self._on_the_way, self._before = error, on_the_way, before
 
     async def models(self) -> list[ModelInfo]:
         return [ModelInfo("m", "", 0, 0, sees_images=False, n_nodes=1, fingerprints=())]
@@ -92,7 +92,7 @@ class Refusing:
         failed = Finished(
             FinishReason.ERROR, 3, 0, "", 0.0, 0.0, 0.0, 1, error_code=self._error.code, error=str(self._error)
         )
-        for event in (Started(3, 0), failed):
+        for event in (*self._before, failed):
             yield SampleEvent(0, "s", event)
 
 
@@ -147,6 +147,15 @@ async def test_a_turn_that_fails_on_the_way_is_told_alike(code):
 async def test_after_the_first_word_an_error_is_an_event_of_the_stream():
     with pytest.raises(openai.APIError, match=r"It failed\.") as caught:
         await ask(client_of(CLASS_OF["placements_exhausted"]("It failed."), on_the_way=True), stream=True)
+    assert caught.value.code == "placements_exhausted"
+
+
+async def test_after_a_remark_about_a_lost_node_an_error_is_an_event_too():
+    lost = Started(3, 0), NodeLost("node-1", "silent", "", 0)
+    coordinator = Refusing(CLASS_OF["placements_exhausted"]("It failed."), on_the_way=True, before=lost)
+    stream = await client_of(coordinator).completions.create(model="m", prompt="x", stream=True)
+    with pytest.raises(openai.APIError, match=r"It failed\.") as caught:
+        await anext(aiter(stream))
     assert caught.value.code == "placements_exhausted"
 
 
