@@ -28,6 +28,9 @@ SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 6
 ELSEWHERE: Final = "other"
 """The route of whatever no route matched: paths are chosen by clients, and may say anything."""
 
+NO_STATUS: Final = "none"
+"""The client went away before it."""
+
 STREAM: Final = b"text/event-stream"
 
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -98,6 +101,9 @@ class Counted:
         answer = _Answer(self._metrics, send)
         try:
             await self._app(scope, receive, answer.send)
+        except Exception:
+            answer.failed()
+            raise
         finally:
             answer.ended(self._paths.get(scope.get("endpoint"), ELSEWHERE), scope["method"])
 
@@ -110,7 +116,7 @@ class _Answer:
         self._send = send
         self._began_at = metrics.clock()
         self._first_byte_seconds: float | None = None
-        self._status = "none"  # the client went away before it
+        self._status = NO_STATUS
         self._n_bytes = 0
         self._is_stream = False
 
@@ -126,6 +132,11 @@ class _Answer:
             if self._n_bytes and self._first_byte_seconds is None:
                 self._first_byte_seconds = self._metrics.clock() - self._began_at
         await self._send(message)
+
+    def failed(self) -> None:
+        """A bug, of which Starlette tells the client behind our back."""
+        if self._status == NO_STATUS:
+            self._status = "500"
 
     def ended(self, route: str, method: str) -> None:
         metrics = self._metrics

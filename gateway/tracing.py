@@ -36,6 +36,9 @@ class Traced:
 
         try:
             await self._app(scope, receive, noted)
+        except Exception:
+            span.fail("500")  # a bug, of which Starlette tells the client behind our back
+            raise
         finally:
             route = self._paths.get(scope.get("endpoint"))
             if route is not None:

@@ -51,13 +51,18 @@ def application(begun: asyncio.Event, more: asyncio.Event) -> httpx.AsyncClient:
         return StreamingResponse(parts(), media_type="text/event-stream")
 
     metrics = GatewayMetrics(clock=Ticking())
+
+    async def buggy(request: Request) -> Response:
+        raise AssertionError(request.url.path)
+
     routes = [
         Route("/whole/{name}", whole),
+        Route("/buggy", buggy),
         Route("/streamed", streamed, methods=["POST"]),
         Route("/metrics", metrics.answer),
     ]
     app = Starlette(routes=routes, middleware=[Middleware(Counted, metrics=metrics, routes=routes)])
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://gateway")
 
 
 async def test_requests_are_counted_by_route_and_never_by_what_a_client_wrote():
@@ -77,6 +82,13 @@ async def test_requests_are_counted_by_route_and_never_by_what_a_client_wrote():
     )
     assert "secret-id" not in text
     assert "BREW" not in text
+
+
+async def test_a_bug_counts_as_the_status_that_its_client_is_told():
+    async with application(asyncio.Event(), asyncio.Event()) as client:
+        assert (await client.get("/buggy")).status_code == 500
+        found = await samples(client)
+    assert found["kvferry_gateway_requests_total GET /buggy 500"] == 1
 
 
 async def test_a_stream_counts_as_open_while_it_lasts():
