@@ -18,6 +18,7 @@ from kvferry.coordinator.errors import (
     ModelMismatch,
     QueueFull,
     SessionExists,
+    Stopping,
     TurnElsewhere,
     TurnExists,
     UnknownSession,
@@ -79,7 +80,7 @@ class Turns:
     # Turns.
 
     async def recover(self) -> int:
-        """Take up every open turn that no coordinator has; returns how many."""
+        """Take up every open turn that no coordinator has; returns how many. None any more once this one stops."""
         n_resumed = 0
         for record in await self._around.registry.open_turns(known=self._runners):
             key = (record.session_id, record.turn_id)
@@ -90,6 +91,8 @@ class Turns:
                 logger.warning("turn %s stays open: %s", record.turn_id, e)
             except (TurnElsewhere, UnknownSession, UnknownTurn):
                 logger.info("turn %s was in other hands before these", record.turn_id)
+            except Stopping:
+                break
         return n_resumed
 
     async def begin(self, request: TurnRequest) -> Key:
@@ -125,8 +128,6 @@ class Turns:
     ) -> None:
         runner = self._runner(session, record, history, resumed=False)
         await runner.begin(pixels)
-        if self._stopping.is_set():
-            raise stopping()  # it is open in the registry: the next start takes it up
         self._start(runner)
 
     async def _begin_other_samples(
@@ -349,14 +350,16 @@ class Turns:
 
         Its coordinator is gone, or its beginning became durable although the registry did not say so. Its other samples
         begin before it does: whoever finds it running need not look for them.
-        Raises TurnElsewhere, UnknownSession, UnknownTurn.
+        Raises TurnElsewhere, UnknownSession, UnknownTurn, Stopping.
         """
         async with self._session_lock(key[0]):
             registry = self._around.registry
             if key in self._runners:
                 return self._runners[key]
-            if (await registry.get_turn(*key)).outcome is not None or self._stopping.is_set():
+            if (await registry.get_turn(*key)).outcome is not None:
                 return None
+            if self._stopping.is_set():
+                raise stopping()  # before it is claimed: another coordinator may have it at once
             with contextlib.suppress(UnknownTurn):  # it ended in this moment
                 await registry.claim_turn(*key)
                 # only now does it stay as it is: whoever had it before may have placed it in between
@@ -372,6 +375,9 @@ class Turns:
         return TurnRunner(turn, history, model, self._around, self._sharing.namespace(session.tenant))
 
     def _start(self, runner: TurnRunner) -> None:
+        """Raises Stopping: what would begin after ``stop`` nobody would end. The next start takes the turn up."""
+        if self._stopping.is_set():
+            raise stopping()
         record = runner.turn.record
         key = (record.session_id, record.turn_id)
         self._runners[key] = runner

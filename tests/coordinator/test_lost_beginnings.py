@@ -24,7 +24,7 @@ from cluster_kit import (
 from etcd_cluster import EtcdCluster
 from scripted_worker import Script
 
-from kvferry.coordinator.errors import RegistryUnavailable
+from kvferry.coordinator.errors import RegistryUnavailable, Stopping
 from kvferry.coordinator.etcd.new_sessions import NewSessions
 from kvferry.coordinator.sqlite_registry import SqliteRegistry
 from kvferry.coordinator.turn_runner import TurnRunner
@@ -81,6 +81,41 @@ async def test_a_turn_whose_beginning_failed_after_it_was_durable_is_taken_up_by
     events = await all_of(client.generate(session, turn_id="t"))
     assert len(ids_of(events)) == 8
     assert (await client.get(session)).session.open_turn_id == ""
+
+
+@pytest.mark.parametrize("step", ["get_turn", "claim_turn", "list_turns"])
+@pytest.mark.parametrize("wish", ["recover", "resume", "cancel"])
+async def test_a_coordinator_that_stops_while_it_takes_a_turn_up_runs_it_no_more(
+    new_cluster: Any, monkeypatch: pytest.MonkeyPatch, turns_of_idle_houses: list[Turns], wish: str, step: str
+) -> None:
+    """Whoever asks is told to come back: the turn stays open, and is the next one's to take up or to end."""
+    cluster: Cluster = await new_cluster()
+    session = await cluster.client().new_session()
+    await eventually(lambda: bool(turns_of_idle_houses))  # it is up
+    (turns,) = turns_of_idle_houses
+    begin, real = SqliteRegistry.begin_turn, getattr(SqliteRegistry, step)
+
+    async def commits_and_fails(self: SqliteRegistry, turn: object, *more: Any) -> None:
+        await begin(self, turn, *more)
+        raise RegistryUnavailable("the registry failed: disk I/O error")
+
+    async def is_overtaken_by_stop(self: SqliteRegistry, *what: Any) -> Any:
+        done = await real(self, *what)
+        await turns.stop()
+        return done
+
+    monkeypatch.setattr(SqliteRegistry, "begin_turn", commits_and_fails)
+    with pytest.raises(Exception, match="disk I/O error"):
+        await all_of(cluster.client().generate(session, turn_id="t"))
+    monkeypatch.setattr(SqliteRegistry, step, is_overtaken_by_stop)
+    if wish == "recover":
+        assert await turns.recover() == 0
+    else:
+        with pytest.raises(Stopping):
+            await (turns.cancel(session, "t") if wish == "cancel" else anext(turns.events((session, "t"), 0)))
+    assert turns.n_open == 0
+    monkeypatch.undo()
+    assert (await cluster.client().get(session)).session.open_turn_id == "t"
 
 
 async def test_a_turn_given_up_after_a_restart_tells_its_end_to_who_had_more_of_it(cluster: Cluster) -> None:
