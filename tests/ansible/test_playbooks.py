@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,28 @@ def test_no_key_is_fetched_from_a_board_or_sent_to_one(ansible: Path) -> None:
     ]
     assert len(travels) == 4
     assert not [source for source in travels if "key" in source]
+
+
+def test_the_first_token_is_its_owners_alone_and_folders_that_are_there_stay_as_they_are(
+    ansible: Path, tmp_path: Path
+) -> None:
+    """The file of tokens may be told to lie in any folder, such as /etc."""
+    tasks = {task["name"]: task for task in read(ansible / "roles/coordinator/tasks/tokens.yml")}
+    assert not [name for name, task in tasks.items() if "ansible.builtin.file" in task]
+    shared, program = tmp_path / "shared", tmp_path / "kvferry"
+    shared.mkdir()
+    shared.chmod(0o755)
+    program.write_text('#!/bin/sh\necho hash > "$4" && echo kvf_secret\n')
+    program.chmod(0o755)
+    token = tmp_path / "new" / "token"
+    environment = {"KVFERRY": str(program), "TOKENS": str(shared / "tokens.json"), "TOKEN": str(token)}
+    first = tasks["Make the first one"]
+    assert set(first["environment"]) == set(environment)
+    cmd = first["ansible.builtin.shell"]["cmd"]
+    subprocess.run(["sh", "-c", cmd], env={**os.environ, **environment}, check=True)
+    assert token.read_text() == "kvf_secret\n"
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (shared, token.parent, token, shared / "tokens.json")]
+    assert modes == [0o755, 0o700, 0o600, 0o600]
 
 
 LINT = shutil.which("ansible-lint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -16,6 +16,7 @@ import yaml
 from kvferry.coordinator.config import CoordinatorSettings
 from kvferry.gateway.config import GatewayConfig
 from kvferry.node.config import NodeConfig
+from kvferry.store.place import StorePlace
 
 SYSTEMD = shutil.which("systemd-analyze")
 needs_systemd = pytest.mark.skipif(SYSTEMD is None, reason="systemd-analyze is not installed (package systemd)")
@@ -196,6 +197,22 @@ def test_snapshots_are_signed_with_the_fleets_key_where_there_is_one(ansible: Pa
         assert loaded.store_encrypted
 
 
+@pytest.mark.parametrize(
+    ("tasks", "secret"), [("store/tasks/main.yml", "store.key"), ("coordinator/tasks/tokens.yml", "tokens.json")]
+)
+def test_secrets_on_a_board_are_the_services_users_alone(
+    ansible: Path, tmp_path: Path, tasks: str, secret: str
+) -> None:
+    """Services refuse a key that others may read, and `kvferry security check` tells of tokens that they may."""
+    copies = [task.get("ansible.builtin.copy", {}) for task in yaml.safe_load((ansible / "roles" / tasks).read_text())]
+    (copied,) = (copy for copy in copies if copy.get("dest") == f"{{{{ kvferry_config }}}}/{secret}")
+    assert copied["owner"] == "{{ kvferry_user }}"
+    key = tmp_path / secret
+    key.write_bytes(bytes(range(100, 132)))
+    key.chmod(int(copied["mode"], 8))
+    StorePlace(str(tmp_path), key).seal()
+
+
 def test_a_node_takes_what_the_model_says_when_no_context_is_set(ansible: Path, tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     path.write_text(render(ansible, "node", "node.toml"))
@@ -231,6 +248,8 @@ def test_a_gateway_understands_its_settings(ansible: Path, monkeypatch: pytest.M
     config = GatewayConfig.load({})
     assert config.coordinator == "192.168.7.10:7070,192.168.7.9:7070"
     assert config.listen == "192.168.7.11:8080"
+    assert config.https
+    assert not config.insecure_plaintext
     assert config.patience_seconds == 60
 
 
