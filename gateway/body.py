@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
@@ -26,6 +26,11 @@ class NullIsNotGiven(BaseModel):
     def _without_nulls(cls, given: Any) -> Any:
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
+
+Element = TypeVar("Element")
+
+Listed = Annotated[list[Element], Field(fail_fast=True)]
+"""A list of a request, of which the first wrong element is told: a million of them would take half a minute."""
 
 Body = TypeVar("Body", bound=BaseModel)
 

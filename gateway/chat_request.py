@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from kvferry.client import AnswerForm
-from kvferry.gateway.body import NullIsNotGiven
+from kvferry.gateway.body import Listed, NullIsNotGiven
 from kvferry.gateway.errors import fields_at_fault, invalid
 from kvferry.gateway.messages import ChatMessage
 from kvferry.gateway.parameters import (
@@ -61,13 +61,13 @@ class ResponseFormat(NullIsNotGiven):
 class ChatRequest(StreamedFields):
     """See OpenAI's reference; docs/openai.md says what is honoured."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_tokens: NumberOfTokens | None = None
     max_completion_tokens: NumberOfTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     response_format: ResponseFormat | None = None
-    tools: list[ChatTool] | None = None
+    tools: Listed[ChatTool] | None = None
     tool_choice: ToolMode | NamedTool | None = None
     reasoning_effort: ReasoningEffort | None = None
 

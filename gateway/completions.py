@@ -13,7 +13,7 @@ from starlette.responses import Response
 from kvferry.client import Finished, Placed, RawPrompt, Started, Token, TurnEvent
 from kvferry.gateway.answering import Json, Shape, answer
 from kvferry.gateway.asking import Order
-from kvferry.gateway.body import read_body
+from kvferry.gateway.body import Listed, read_body
 from kvferry.gateway.choices import FINISH_REASON, n_cached_of
 from kvferry.gateway.context import context_of
 from kvferry.gateway.errors import fields_at_fault, invalid, unsupported
@@ -33,7 +33,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 class CompletionRequest(StreamedFields):
     """See OpenAI's reference; docs/openai.md says what is honoured."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Listed[str] | Listed[TokenId] | Listed[Listed[TokenId]]
     suffix: str | None = None
     echo: bool = False
     best_of: int | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import ConfigDict, Field
 
 from kvferry.client import Image, Message, ToolCall
-from kvferry.gateway.body import NullIsNotGiven
+from kvferry.gateway.body import Listed, NullIsNotGiven
 from kvferry.gateway.errors import invalid, unsupported
 
 ROLES: Final = {"developer": "system"}
@@ -56,8 +56,8 @@ class ChatMessage(NullIsNotGiven):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
-    tool_calls: list[Call] | None = None
+    content: str | Listed[Part] | None = None
+    tool_calls: Listed[Call] | None = None
     tool_call_id: str = ""
     reasoning_content: str | None = None
 

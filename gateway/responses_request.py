@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from kvferry.client import AnswerForm, Message
-from kvferry.gateway.body import NullIsNotGiven
+from kvferry.gateway.body import Listed, NullIsNotGiven
 from kvferry.gateway.errors import fields_at_fault, invalid, unsupported
 from kvferry.gateway.messages import ROLES, Part, read_content, tool_call
 from kvferry.gateway.parameters import (
@@ -29,11 +29,11 @@ class Item(NullIsNotGiven):
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | Listed[Part] | None = None
     call_id: str = ""
     name: str = ""
     arguments: str = "{}"
-    output: str | list[Part] = ""
+    output: str | Listed[Part] = ""
 
 
 class ResponseTool(FunctionTool):
@@ -79,16 +79,16 @@ class ResponseRequest(SamplingFields):
     """See OpenAI's reference; docs/openai.md says what is honoured."""
 
     model: str = ""
-    input: str | list[Item] = ""
+    input: str | Listed[Item] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool = False
     background: bool = False
     max_output_tokens: NumberOfTokens | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    include: list[str] | None = None
+    include: Listed[str] | None = None
     text: TextOptions = TextOptions()
-    tools: list[ResponseTool] | None = None
+    tools: Listed[ResponseTool] | None = None
     tool_choice: ToolMode | NamedTool | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None

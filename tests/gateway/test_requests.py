@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from kvferry.gateway.chat_request import ChatRequest
 from kvferry.gateway.completions import CompletionRequest
@@ -20,6 +21,7 @@ LEAST: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "A river?", "max_output_tokens": 2},
 }
 KINDS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, RESPONSES: ResponseRequest}
+MANY = [5] * 1000
 DEEP = '{"a":' * 65 + "1" + "}" * 65
 
 
@@ -107,6 +109,29 @@ def test_a_null_in_a_schema_stays_one():
 )
 def test_a_refusal_names_the_requests_own_field(base_url, path, fields, parameter):
     assert refusal(post(base_url, path, **fields))["param"] == parameter
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": MANY}),
+        (CHAT, {"messages": [{"role": "user", "content": MANY}]}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": MANY}]}),
+        (CHAT, {"tools": MANY}),
+        (CHAT, {"stop": MANY}),
+        (COMPLETIONS, {"prompt": [*range(len(MANY)), "x"]}),
+        (COMPLETIONS, {"prompt": [[*range(len(MANY)), "x"]] * len(MANY)}),
+        (RESPONSES, {"input": MANY}),
+        (RESPONSES, {"input": [{"content": MANY}]}),
+        (RESPONSES, {"input": [{"output": MANY}]}),
+        (RESPONSES, {"include": MANY}),
+        (RESPONSES, {"tools": MANY}),
+    ],
+)
+def test_a_thousand_faults_are_not_all_told(path, fields):
+    with pytest.raises(ValidationError) as caught:
+        KINDS[path].model_validate(LEAST[path] | fields)
+    assert caught.value.error_count() < 10
 
 
 def test_a_body_that_is_no_json_has_no_field_to_name(base_url):
