@@ -13,10 +13,10 @@
     turn_ids/PLACE/TURN               its position
     blobs/PLACE/BLOB/NUMBER           pieces of values that are too long for one key
     pixels/HASH                       PixelsRecord
-    pixel_uses/HASH/SESSION           empty; who shows the picture
+    pixel_uses/HASH/PLACE/WRITER      empty; what shows the picture: one turn, or all that a session began with
 
 PLACE is made anew with each session: what a crash left of one that was never finished belongs to nobody, not to the
-next session of that name. Pixels have a place of their own.
+next session of that name. Pixels have a place of their own. WRITER is made anew with each use.
 """
 
 from __future__ import annotations
@@ -110,8 +110,11 @@ class Keys:
     def pixel_uses(self, content_hash: str) -> bytes:
         return self._key("pixel_uses", content_hash, "")
 
-    def pixel_use(self, content_hash: str, session_id: str) -> bytes:
-        return self._key("pixel_uses", content_hash, session_id)
+    def pixel_uses_in(self, content_hash: str, place: str) -> bytes:
+        return self._key("pixel_uses", content_hash, place, "")
+
+    def pixel_use(self, content_hash: str, place: str, writer: str) -> bytes:
+        return self._key("pixel_uses", content_hash, place, writer)
 
 
 def last_part(key: bytes) -> str:

@@ -11,7 +11,7 @@ from kvferry.coordinator.etcd.blobs import batches
 from kvferry.coordinator.etcd.client import EtcdClient, absent, delete_all_in, put
 from kvferry.coordinator.etcd.epoch_floor import EpochFloor
 from kvferry.coordinator.etcd.keys import Keys
-from kvferry.coordinator.etcd.pixels import EtcdPixels
+from kvferry.coordinator.etcd.pixels import EtcdPixels, PixelUse
 from kvferry.coordinator.etcd.records import StoredAnswer, StoredSession, pack
 from kvferry.coordinator.etcd.sessions import EtcdSessions
 from kvferry.coordinator.registry import SessionRecord, TurnRecord, pictures_of
@@ -35,17 +35,17 @@ class NewSessions:
     ) -> SessionRecord:
         """Returns it as it begins. Raises SessionExists, RegistryUnavailable."""
         stored = StoredSession(record=session, place=uuid4().hex, n_begun=len(turns))
-        used: dict[str, int] = {}
+        uses: list[PixelUse] = []
         if turns:
             await self._check_absent(session.session_id)  # before anything is written for it
-            used = await self._pixels.keep(session.session_id, pictures_of(turns), pixels)
+            uses = await self._pixels.keep(stored.place, pictures_of(turns), pixels)
             for batch in batches([change async for change in self._turn_changes(stored.place, turns)]):
                 await self._etcd.commit([], batch)
         try:
             return await self._put(stored)
         except SessionExists:
             await self._etcd.commit([], delete_place(self._keys, stored.place))
-            await self._pixels.drop_uses(session.session_id, used)
+            await self._pixels.drop_uses(uses)
             raise
 
     async def _put(self, stored: StoredSession) -> SessionRecord:

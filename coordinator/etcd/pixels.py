@@ -1,15 +1,17 @@
-"""Pixels of pictures in etcd: once for each content, for as long as a session has use of them.
+"""Pixels of pictures in etcd: once for each content, for as long as something has use of them.
 
-A picture's key, and that of the session's use of it, are written again whenever somebody has use of it. Whoever drops
-a use, or a picture after its last one, compares them: a use that came in between is not overlooked. So of two
-coordinators that begin a turn, or make a session of one name, at once, the one that comes second takes nothing away.
+Each turn that is to begin, and each session that is to begin with turns, has uses of its own, and takes them back when
+it may not: of coordinators that begin turns, or make sessions of one name, at once, none takes anything from another,
+and none leaves its uses to another. A picture's key is written again with every use, and compared by whoever drops it
+after its last one: a use that came in between is not overlooked.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
+from uuid import uuid4
 
 from kvferry.coordinator.etcd.blobs import Blobs
 from kvferry.coordinator.etcd.client import EtcdClient, absent, delete, delete_all_in, end_of, put, unchanged_since
@@ -20,6 +22,13 @@ PLACE: Final = "pixels"
 """Of all their blobs; no session's place is named so."""
 
 
+class PixelUse(NamedTuple):
+    """That something shows a picture; nobody else has this key."""
+
+    content_hash: str
+    key: bytes
+
+
 class EtcdPixels:
     """Part of ``EtcdRegistry``."""
 
@@ -28,35 +37,35 @@ class EtcdPixels:
         self._keys = keys
         self._blobs = blobs
 
-    async def keep(self, session_id: str, content_hashes: Iterable[str], pixels: Mapping[str, bytes]) -> dict[str, int]:
-        """The session has use of these from now on; returns those it had none of before, for ``drop_uses``.
+    async def keep(self, place: str, content_hashes: Iterable[str], pixels: Mapping[str, bytes]) -> list[PixelUse]:
+        """Something in a session's place has use of these from now on; returns the uses, for ``drop_uses``.
 
         ``pixels`` are written if they are not there. What is neither there nor given is passed over.
         """
-        added = {}
+        writer = uuid4().hex
+        kept = []
         for content_hash in dict.fromkeys(content_hashes):
-            is_new, written_at = await self._keep_one(session_id, content_hash, pixels.get(content_hash))
-            if is_new:
-                added[content_hash] = written_at
-        return added
+            use = PixelUse(content_hash, self._keys.pixel_use(content_hash, place, writer))
+            if await self._keep_one(use, pixels.get(content_hash)):
+                kept.append(use)
+        return kept
 
-    async def _keep_one(self, session_id: str, content_hash: str, png: bytes | None) -> tuple[bool, int]:
-        """Whether the session had no use of it before, and the revision at which it has."""
-        key, use = self._keys.pixels(content_hash), self._keys.pixel_use(content_hash, session_id)
+    async def _keep_one(self, use: PixelUse, png: bytes | None) -> bool:
+        """False for pixels that are neither there nor given."""
+        key, put_use = self._keys.pixels(use.content_hash), put(use.key, b"")
         while True:
-            (found, used), _ = await self._etcd.snapshot((key, b""), (use, b""))
+            (found,), _ = await self._etcd.snapshot((key, b""))
             if found:
-                changes = [put(key, found[0].value), put(use, b"")]
-                if written_at := await self._etcd.commit([unchanged_since(key, found[0].mod_revision)], changes):
-                    return not used, written_at
+                condition = unchanged_since(key, found[0].mod_revision)
+                if await self._etcd.commit([condition], [put(key, found[0].value), put_use]):
+                    return True
             elif png is not None:
                 blob = await self._blobs.write(PLACE, png)
-                changes = [put(key, pack(PixelsRecord(blob=blob))), put(use, b"")]
-                if written_at := await self._etcd.commit([absent(key)], changes):
-                    return not used, written_at
+                if await self._etcd.commit([absent(key)], [put(key, pack(PixelsRecord(blob=blob))), put_use]):
+                    return True
                 await self._blobs.drop(PLACE, blob.blob_id)
             else:
-                return False, 0
+                return False
 
     async def read(self, content_hashes: Iterable[str]) -> dict[str, bytes]:
         names = list(dict.fromkeys(content_hashes))
@@ -67,22 +76,19 @@ class EtcdPixels:
         (found,), _ = await self._etcd.snapshot((self._keys.pixels(content_hash), b""))
         return await self._blobs.read(PLACE, unpack(PixelsRecord, found[0].value).blob) if found else None
 
-    async def uses(self, session_id: str, content_hashes: Iterable[str]) -> dict[str, int]:
-        """The session's uses of these, as of now, for ``drop_uses``."""
-        found = {}
+    async def uses(self, place: str, content_hashes: Iterable[str]) -> list[PixelUse]:
+        """Those of these pictures in a session's place."""
+        found = []
         for content_hash in dict.fromkeys(content_hashes):
-            (used,), _ = await self._etcd.snapshot((self._keys.pixel_use(content_hash, session_id), b""))
-            if used:
-                found[content_hash] = used[0].mod_revision
+            keys = await self._etcd.all_in(self._keys.pixel_uses_in(content_hash, place))
+            found += [PixelUse(content_hash, used.key) for used in keys]
         return found
 
-    async def drop_uses(self, session_id: str, uses: Mapping[str, int]) -> None:
-        """The session has no use of these any more, unless somebody said since that it has. What no session has use of
-        goes. ``uses``: by content hash, the revision at which each was written."""
-        for content_hash, written_at in uses.items():
-            use = self._keys.pixel_use(content_hash, session_id)
-            if await self._etcd.commit([unchanged_since(use, written_at)], [delete(use)]):
-                await self._drop_unused(content_hash)
+    async def drop_uses(self, uses: Iterable[PixelUse]) -> None:
+        """They are no more; what nothing has use of goes."""
+        for content_hash, key in uses:
+            await self._etcd.commit([], [delete(key)])
+            await self._drop_unused(content_hash)
 
     async def _drop_unused(self, content_hash: str) -> None:
         key, uses = self._keys.pixels(content_hash), self._keys.pixel_uses(content_hash)

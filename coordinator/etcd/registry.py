@@ -33,7 +33,7 @@ from kvferry.coordinator.etcd.keys import Keys
 from kvferry.coordinator.etcd.lease import CoordinatorLease
 from kvferry.coordinator.etcd.meta import open_meta
 from kvferry.coordinator.etcd.new_sessions import NewSessions, delete_place
-from kvferry.coordinator.etcd.pixels import EtcdPixels
+from kvferry.coordinator.etcd.pixels import EtcdPixels, PixelUse
 from kvferry.coordinator.etcd.records import (
     CoordinatorRecord,
     OpenTurn,
@@ -201,7 +201,7 @@ class EtcdRegistry:
         return await self._new_sessions.make(session, turns, pixels)
 
     async def delete_session(self, session_id: str) -> None:
-        async def plan(seen: Seen) -> Change[dict[str, int]]:
+        async def plan(seen: Seen) -> Change[list[PixelUse]]:
             if open_turn_id := seen.record.open_turn_id:
                 raise SessionBusy(f"session {session_id} has an open turn, {open_turn_id}: cancel it first")
             conditions, raises_floor = await self._epoch_floor.raised_to(seen.record.epoch)
@@ -211,11 +211,11 @@ class EtcdRegistry:
                 *delete_place(self._keys, seen.place),
                 *raises_floor,
             ]
-            used = await self._pixels.uses(session_id, pictures_of(await self._all_turns(seen)))
-            return Change(used, changes, conditions)
+            uses = await self._pixels.uses(seen.place, pictures_of(await self._all_turns(seen)))
+            return Change(uses, changes, conditions)
 
-        used = await self._change(session_id, plan)
-        await self._pixels.drop_uses(session_id, used)
+        uses = await self._change(session_id, plan)
+        await self._pixels.drop_uses(uses)
 
     async def session_tokens(self, session_id: str) -> TokenArray:
         return tokens_of(await self.list_turns(session_id))
@@ -250,19 +250,22 @@ class EtcdRegistry:
         return sorted(found, key=lambda t: (t.created_at_ms, t.session_id))
 
     async def begin_turn(self, turn: TurnRecord, pixels: Mapping[str, bytes] = NO_PIXELS, fingerprint: str = "") -> int:
-        used = await self._keep_pixels(turn, pixels) if turn.pictures else {}
-        try:
+        if not turn.pictures:
             return await self._begin_turn(turn, fingerprint)
+        place = (await self._sessions.see(turn.session_id)).place  # before anything is written for it
+        uses = await self._pixels.keep(place, pictures_of([turn]), pixels)
+        try:
+            return await self._begin_turn(turn, fingerprint, place)
         except (TurnExists, SessionBusy, UnknownSession):
-            await self._pixels.drop_uses(turn.session_id, used)
+            await self._pixels.drop_uses(uses)
             raise
 
-    async def _keep_pixels(self, turn: TurnRecord, pixels: Mapping[str, bytes]) -> dict[str, int]:
-        await self._sessions.see(turn.session_id)  # before anything is written for it
-        return await self._pixels.keep(turn.session_id, pictures_of([turn]), pixels)
+    async def _begin_turn(self, turn: TurnRecord, fingerprint: str, place: str = "") -> int:
+        """``place``: of the session that its pictures were kept for; another one may have its name by now."""
 
-    async def _begin_turn(self, turn: TurnRecord, fingerprint: str) -> int:
         async def plan(seen: Seen) -> Change[int]:
+            if place not in ("", seen.place):
+                raise UnknownSession(f"session {turn.session_id} was deleted as the turn began")
             await self._sessions.check_beginning(seen, turn)
             position = seen.stored.n_begun
             epoch = seen.record.epoch + 1 if fingerprint else 0

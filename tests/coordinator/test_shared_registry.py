@@ -22,6 +22,7 @@ from kvferry.coordinator.errors import (
     StateIncompatible,
     TurnElsewhere,
     TurnExists,
+    UnknownSession,
     UnknownTurn,
 )
 from kvferry.coordinator.etcd import meta
@@ -322,3 +323,70 @@ async def test_a_deleted_session_takes_no_pixels_away_from_one_that_gets_its_nam
     monkeypatch.setattr(first._pixels, "drop_uses", be_overtaken_and_drop)
     await first.delete_session("s")
     assert await second.pixels("x") == {"x": b"X"}
+
+
+def overtaken(monkeypatch: pytest.MonkeyPatch, registry: EtcdRegistry, by: Callable[[], Awaitable[object]]) -> None:
+    """What is done ``by`` another coordinator comes once between the keeping of pixels and what they are kept for."""
+    keep = registry._pixels.keep
+
+    async def keep_and_be_overtaken(*what: Any) -> Any:
+        kept = await keep(*what)
+        monkeypatch.setattr(registry._pixels, "keep", keep)
+        await by()
+        return kept
+
+    monkeypatch.setattr(registry._pixels, "keep", keep_and_be_overtaken)
+
+
+async def test_turns_that_may_not_begin_at_once_leave_no_pixels(
+    open_etcd: OpenEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await open_etcd(), await open_etcd()
+    await first.create_session(session())
+    await first.begin_turn(turn())
+
+    async def may_not_begin(registry: EtcdRegistry, turn_id: str) -> None:
+        with pytest.raises(SessionBusy):
+            await registry.begin_turn(shown(turn(turn_id), "x"), {"x": b"X"})
+
+    overtaken(monkeypatch, second, by=lambda: may_not_begin(first, "t2"))
+    await may_not_begin(second, "t3")
+    assert await first.pixels("x") == {}
+
+
+async def test_forks_onto_a_name_that_another_one_gets_leave_no_pixels(
+    open_etcd: OpenEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = await open_etcd(), await open_etcd(), await open_etcd()
+    await first.create_session(session("parent"))
+    await first.begin_turn(shown(turn(session_id="parent"), "x"), {"x": b"X"})
+    await finish(first, session_id="parent")
+
+    async def is_too_late(registry: EtcdRegistry) -> None:
+        with pytest.raises(SessionExists):
+            await registry.fork_session("parent", session("fork"), None)
+
+    overtaken(monkeypatch, first, by=lambda: third.create_session(session("fork")))
+    overtaken(monkeypatch, second, by=lambda: is_too_late(first))
+    await is_too_late(second)
+    await first.delete_session("parent")
+    await first.delete_session("fork")
+    assert await first.pixels("x") == {}
+
+
+async def test_a_turn_does_not_begin_in_a_session_that_got_the_name_of_its_own(
+    open_etcd: OpenEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pixels were kept for the one that is gone."""
+    first, second = await open_etcd(), await open_etcd()
+    await first.create_session(session())
+
+    async def is_made_anew() -> None:
+        await first.delete_session("s")
+        await first.create_session(session())
+
+    overtaken(monkeypatch, second, by=is_made_anew)
+    with pytest.raises(UnknownSession):
+        await second.begin_turn(shown(turn(), "x"), {"x": b"X"})
+    assert await first.list_turns("s") == []
+    assert await first.pixels("x") == {}
