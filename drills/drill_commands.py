@@ -196,6 +196,7 @@ def _run_one(scenario: Scenario, make: Maker, folder: Path, is_json: bool) -> in
     """The exit code."""
     started = time.time()
     logs = Path(tempfile.mkdtemp(prefix="kvferry-drill-logs-"))
+    journal: Journal | None = None
     try:
         with stop_signals_interrupt(), Journal.begin(scenario.name) as journal:
             target = make(journal)
@@ -206,15 +207,28 @@ def _run_one(scenario: Scenario, make: Maker, folder: Path, is_json: bool) -> in
         left_behind = target.left_behind()
         place = keep_report(outcome, folder, left_behind, logs)
     except KeyboardInterrupt:
-        say("interrupted; what the drill did has been undone")
+        say("interrupted" if _tell_what_stays(journal) else "interrupted; what the drill did has been undone")
         return INTERRUPTED_EXIT
     except DrillError as error:
+        _tell_what_stays(journal)
         say(f"error: {error}")
         return IMPOSSIBLE_EXIT
     finally:
         shutil.rmtree(logs, ignore_errors=True)
     _tell(outcome, place, left_behind, is_json)
     return BROKEN_EXIT if outcome.ruling is Ruling.BROKEN or left_behind else 0
+
+
+def _tell_what_stays(journal: Journal | None) -> bool:
+    """Whether something does; the reaper has tried as well by now."""
+    if journal is None or not journal.folder.exists():
+        return False
+    for failure in journal.failures:
+        say(f"could not be undone: {failure}")
+    say(
+        f"not everything has been undone: the next drill tries again (what is left is written down in {journal.folder})"
+    )
+    return True
 
 
 def _check(reports: Path) -> None:

@@ -25,9 +25,15 @@ from typing import Final
 import platformdirs
 
 from kvferry.drills.undo import Undo, UndoFailed, undo, undo_from_json, undo_to_json
+from kvferry.trust.files import reason_of
 
 STATE_VARIABLE: Final = "KVFERRY_DRILLS"
 """Where runs are kept, if not in the user's state folder."""
+
+LOCK: Final = "lock"
+ENTRIES: Final = "journal"
+WORK: Final = "work"
+"""In a run's folder."""
 
 REMOVE_S: Final = 10.0
 """For processes that were killed to let go of their last files."""
@@ -55,8 +61,9 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.work = folder / "work"
-        self._entries = folder / "journal"
+        self.failures: list[str] = []  # of the latest `finish`: sentences about what could not be undone
+        self.work = folder / WORK
+        self._entries = folder / ENTRIES
         self._numbers = itertools.count(1)
 
     @classmethod
@@ -122,10 +129,10 @@ class Journal:
 
     def finish(self, say: Say | None = None) -> list[str]:
         """Undoes everything; the folder goes unless something could not be undone."""
-        failures = self.undo_all(say)
-        if not failures:
+        self.failures = self.undo_all(say)
+        if not self.failures:
             _remove(self.folder)
-        return failures
+        return self.failures
 
     def _path(self, entry: Entry) -> Path:
         return self._entries / f"{entry.number:04d}.json"
@@ -135,11 +142,27 @@ def clean_up_after_others(say: Say) -> list[str]:
     """Undoes what drills that are gone left behind; sentences about what could not be undone."""
     failures = []
     folder = runs_folder()
-    for run in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []:
-        with suppress(BlockingIOError, FileNotFoundError), _locked(run, wait=False):
-            say(f"cleaning up after the drill {run.name}, which was killed")
-            failures += Journal(run).finish(say)
+    for run in sorted(folder.iterdir()) if folder.is_dir() else []:
+        try:
+            if _is_run(run):
+                failures += _clean_up_if_dead(run, say)
+        except FileNotFoundError:  # its own drill, or its reaper, has just removed it
+            continue
+        except OSError as error:  # another user's, who ran a drill with our environment
+            failures.append(f"the drill {run.name}: {run} cannot be used ({reason_of(error)})")
     return failures
+
+
+def _is_run(folder: Path) -> bool:
+    """Somebody may have named a folder that holds other things as well: those are not ours to remove."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK, ENTRIES, WORK}
+
+
+def _clean_up_if_dead(run: Path, say: Say) -> list[str]:
+    with suppress(BlockingIOError), _locked(run, wait=False):
+        say(f"cleaning up after the drill {run.name}, which was killed")
+        return Journal(run).finish(say)
+    return []
 
 
 def clean_up_after(folder: Path, say: Say) -> list[str]:
@@ -179,10 +202,10 @@ def _made_and_locked(folder: Path) -> Iterator[None]:
 @contextmanager
 def _locked(folder: Path, *, wait: bool) -> Iterator[None]:
     """Raises BlockingIOError when somebody else has it, FileNotFoundError when the run is gone."""
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        if not (folder / "lock").exists():
+        if not (folder / LOCK).exists():
             raise FileNotFoundError(folder)
         yield
     finally:
@@ -192,7 +215,7 @@ def _locked(folder: Path, *, wait: bool) -> Iterator[None]:
 def _remove(folder: Path) -> None:
     """The lock last: as long as there is anything, it is known that it has to go."""
     until = time.monotonic() + REMOVE_S
-    rest = (folder / "work", folder / "journal")
+    rest = (folder / WORK, folder / ENTRIES)
     while any(path.exists() for path in rest):
         for path in rest:
             shutil.rmtree(path, ignore_errors=True)

@@ -69,7 +69,9 @@ class Target(ABC):
 
     def left_behind(self) -> list[str]:
         """After the journal's end: what is still there and should not be."""
-        return [f"folder {self.journal.folder}"] if self.journal.folder.exists() else []
+        if not self.journal.folder.exists():
+            return []
+        return [f"folder {self.journal.folder}", *self.journal.failures]
 
     @abstractmethod
     def keep_logs(self, folder: Path) -> None:

@@ -6,16 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from kvferry.drills.cli import drill
-from kvferry.drills.drill_commands import keep_report, run
+from kvferry.drills.drill_commands import _run_one, keep_report, run
 from kvferry.drills.errors import DrillImpossible
+from kvferry.drills.journal import STATE_VARIABLE
 from kvferry.drills.runner import Outcome
-from kvferry.drills.scenarios import SCENARIOS
+from kvferry.drills.scenarios import SCENARIOS, Scenario
+from kvferry.drills.targets.local import LocalTarget
+from kvferry.drills.targets.processes import OwnClusterOptions
+from kvferry.drills.undo import RemoveFile
 
 
 def test_a_drill_that_never_began_leaves_no_folder_behind(tmp_path: Path) -> None:
@@ -68,3 +73,22 @@ def test_whatever_is_listed_can_be_explained() -> None:
         explained = CliRunner().invoke(drill, ["explain", line["name"]])
         assert (explained.exit_code, line["hypothesis"] in explained.output) == (0, True)
         assert json.loads(CliRunner().invoke(drill, ["explain", line["name"], "--json"]).stdout)["name"] == line["name"]
+
+
+@pytest.mark.parametrize(("error", "exit_code"), [(KeyboardInterrupt(), 130), (DrillImpossible("too slow"), 2)])
+def test_what_a_drill_that_ended_early_could_not_undo_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, error: BaseException, exit_code: int
+) -> None:
+    class Failing(LocalTarget):
+        def start(self, scenario: Scenario) -> None:
+            (tmp_path / "folder").mkdir()
+            self.journal.write("a folder", RemoveFile(str(tmp_path / "folder")))
+            raise error
+
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "runs"))
+    make = partial(Failing, options=OwnClusterOptions(model="none"))
+    assert _run_one(SCENARIOS["kill"], make, tmp_path, is_json=False) == exit_code
+    told = capsys.readouterr().err
+    assert "could not be undone: a folder: " in told
+    assert "the next drill tries again" in told
+    assert "has been undone\n" not in told

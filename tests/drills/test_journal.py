@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -156,6 +157,35 @@ def test_a_file_among_the_runs_is_no_run(runs: Path) -> None:
     said: list[str] = []
     assert clean_up_after_others(said.append) == []
     assert (said, (runs / "notes").read_text()) == ([], "mine")
+
+
+def test_a_folder_that_holds_other_things_is_no_run(runs: Path) -> None:
+    """Whoever names his home as the place for runs keeps what is in it."""
+    photos = runs / "photos"
+    photos.mkdir(parents=True)
+    (photos / "ferry.jpg").touch()
+    assert clean_up_after_others(lambda _line: None) == []
+    assert (photos / "ferry.jpg").exists()
+
+
+def test_a_run_that_may_not_be_touched_is_told_and_hinders_no_other(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = journal_module._locked
+
+    @contextmanager
+    def refuse(folder: Path, *, wait: bool) -> Iterator[None]:
+        if folder.name == "of-root":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder / "lock"))
+        with locked(folder, wait=wait):
+            yield
+
+    monkeypatch.setattr(journal_module, "_locked", refuse)
+    for name in ("of-root", "ours"):
+        (runs / name).mkdir(parents=True)
+    (failure,) = clean_up_after_others(lambda _line: None)
+    assert failure == f"the drill of-root: {runs / 'of-root'} cannot be used (permission denied)"
+    assert [run.name for run in runs.iterdir()] == ["of-root"]
 
 
 def test_a_process_is_ended_even_when_it_is_frozen_and_no_other_one_of_its_number(
