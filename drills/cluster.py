@@ -17,7 +17,7 @@ from kvferry.client.errors import ClientError
 from kvferry.client.sdk import Client, NodeState
 from kvferry.drills.cluster_folder import ClusterFolder
 from kvferry.drills.errors import PortUnusable, ProcessFailed
-from kvferry.drills.process import POLL_S, READY_S, STOP_S, ManagedProcess
+from kvferry.drills.process import KILL_S, POLL_S, READY_S, STOP_S, ManagedProcess
 from kvferry.terminal.interrupts import closed_terminal_ignored
 
 REGISTER_S: Final = 30.0
@@ -247,11 +247,10 @@ class LocalCluster:
 
     def kill_all(self) -> None:
         """SIGKILL to every process at once: a power cut."""
-        running = [process for process in self.processes if process.is_running]
-        for process in running:
-            process.signal(signal.SIGKILL)
-        for process in running:
-            process.kill() if process.is_running else process.wait_gone(0)
+        for process in self.processes:
+            process.send(signal.SIGKILL)
+        for process in self.processes:
+            process.wait_gone(KILL_S)
 
     def restart(self) -> None:
         """Stops everything in order and starts it again: new processes, the same directory and port."""

@@ -172,11 +172,16 @@ class ManagedProcess:
         error.exit_code = max(1, self.return_code or 1)  # as the command itself would have ended
         return error
 
+    def send(self, number: signal.Signals) -> None:
+        """To this process only; nothing to one that has ended, as it may at any moment."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def signal(self, number: signal.Signals) -> None:
-        """To this process only. Raises ProcessFailed when it does not run."""
-        if self._process is None or not self.is_running:
+        """The same. Raises ProcessFailed when it does not run."""
+        if not self.is_running:
             raise ProcessFailed(f"{self.name} is not running, it cannot get {number.name}.")
-        self._process.send_signal(number)
+        self.send(number)
 
     def kill(self) -> None:
         """SIGKILL, and waits until it is gone."""
@@ -186,8 +191,8 @@ class ManagedProcess:
     def ask_to_stop(self) -> None:
         """SIGTERM (a frozen process is thawed first); no error when it has ended already."""
         if self.is_running:
-            self.signal(signal.SIGCONT)
-            self.signal(signal.SIGTERM)
+            self.send(signal.SIGCONT)
+            self.send(signal.SIGTERM)
 
     def wait_gone(self, timeout_s: float) -> bool:
         """Whether it ended in time; forgets it then."""
@@ -211,7 +216,8 @@ class ManagedProcess:
         """As `stop`, for what has been asked already: a second SIGTERM means that nothing is to be saved."""
         if self.wait_gone(timeout_s):
             return True
-        self.kill()
+        self.send(signal.SIGKILL)
+        self.wait_gone(KILL_S)
         return False
 
 

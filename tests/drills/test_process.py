@@ -92,6 +92,28 @@ def test_a_frozen_one_can_be_stopped(managed):
     assert managed.stop() is True
 
 
+class EndsWhenLookedAt(ManagedProcess):
+    """As one does that ends between a look and what is done because of it."""
+
+    @property
+    def is_running(self) -> bool:
+        was_running = super().is_running
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        return was_running
+
+
+@pytest.mark.parametrize("end", [LocalCluster.stop, LocalCluster.kill_all])
+def test_one_that_ends_by_itself_meanwhile_does_not_keep_the_others_from_being_ended(managed, tmp_path, end):
+    cluster = LocalCluster(ClusterOptions(model="none", directory=tmp_path / "cluster", n_nodes=1))
+    cluster.nodes["node-1"] = managed
+    managed.start()
+    managed.__class__ = EndsWhenLookedAt
+    end(cluster)
+    assert not managed.is_running
+
+
 def test_what_its_starter_shows_to_other_clusters_is_not_inherited(managed, monkeypatch):
     for name in ("KVFERRY_TLS_DIR", "KVFERRY_TOKEN", "KVFERRY_NODE_NAME_OF_A_TEST"):
         monkeypatch.setenv(name, "given")
