@@ -21,7 +21,7 @@ Made by `python -m kvferry.client.reference`; a test holds it to the code.
 Results go to standard output; progress, notes and errors to standard error. Colours and moving bars are for terminals
 only, and `NO_COLOR=1` takes the colours off; elsewhere what takes long says so in a plain line now and then.
 On a terminal, control characters in what models, files and users say are shown as `\\x1b`. A file to write may be
-a device, a pipe (not of `score`) or a link, which stays; with `/dev/stdout` everything else goes to standard error.
+a device, a pipe or a link, which stays; with `/dev/stdout` everything else goes to standard error.
 `--json` prints one JSON document (`top` and `chat`: one a line), in which counts begin with `n_`, bytes and seconds are
 named so, and the exit code is the same as without it.
 

@@ -52,6 +52,16 @@ def staged_path(file: BinaryIO) -> Path | None:
     return Path(file.name) if isinstance(file.name, str) else None
 
 
+def is_stream(path: Path) -> bool:
+    """Whether ``output_file`` writes into what is there as it is: a device, a pipe, this process's own output."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return False
+    is_file_or_folder = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return not is_file_or_folder or _own_output(status) is not None
+
+
 def is_stdout(path: Path) -> bool:
     """Whether the file is this process's standard output: then what else is to be said goes to standard error."""
     try:
@@ -66,13 +76,20 @@ def _open_stream(path: Path) -> int | None:
         status = path.stat()
     except FileNotFoundError:
         return None
-    for descriptor in (_STDOUT, _STDERR):
-        with suppress(OSError):  # closed by who started us
-            if os.path.samestat(status, os.fstat(descriptor)):
-                return os.dup(descriptor)  # opened by its name it would begin at the file's start, and sockets refuse
+    if (own := _own_output(status)) is not None:
+        return os.dup(own)  # opened by its name it would begin at the file's start, and sockets refuse
     if stat.S_ISREG(status.st_mode):
         return None
     return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
+
+
+def _own_output(status: os.stat_result) -> int | None:
+    """The descriptor by which this process writes to it already."""
+    for descriptor in (_STDOUT, _STDERR):
+        with suppress(OSError):  # closed by who started us
+            if os.path.samestat(status, os.fstat(descriptor)):
+                return descriptor
+    return None
 
 
 def _sync(path: Path) -> None:

@@ -11,14 +11,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save, save_file
 
 from kvferry.engine.errors import InvalidTokens, OutputUnwritable
 from kvferry.engine.files.publish import TEMP_PREFIX
 from kvferry.engine.files.regular import NOT_THERE, exists, fault_of
 from kvferry.engine.reference import Images
 from kvferry.engine.score import Score
-from kvferry.terminal.output_file import PRIVATE_MODE, output_file
+from kvferry.terminal.output_file import PRIVATE_MODE, is_stream, output_file, staged_path
 
 _HEADER_BYTES: Final = 1 << 12  # of seven tensors, generously
 
@@ -61,7 +61,14 @@ def _tensor(source: Path, file: Any, name: str, dtypes: tuple[str, ...], n_dims:
 
 
 def check_output(output: Path, n_bytes: int) -> None:
-    """Refuse a file that could not be written with so many bytes, before they are computed. Raises OutputUnwritable."""
+    """Refuse a file that could not be written with so many bytes, before they are computed. Raises OutputUnwritable.
+
+    What takes bytes as they come, a pipe or a device, is not looked into: opening it would be the writing's beginning.
+    """
+    if is_stream(output):
+        if not os.access(output, os.W_OK):
+            raise OutputUnwritable(f"--output {output} may not be written into (Permission denied)")
+        return
     target = _target(output)
     if not os.path.isdir(target.parent):  # noqa: PTH112 - it never raises
         raise OutputUnwritable(f"--output {output}: there is no folder {target.parent}; make it first")
@@ -84,7 +91,10 @@ def check_output(output: Path, n_bytes: int) -> None:
 
 
 def write_score(score: Score, output: Path) -> None:
-    """Write the results; the file appears whole or not at all. Raises OutputUnwritable."""
+    """Write the results; a file appears whole or not at all. Takes their size once more for a pipe.
+
+    Raises OutputUnwritable.
+    """
     tensors = {"logits": score.logits, "k": score.k, "v": score.v, "greedy_ids": score.greedy_ids}
     if score.images is not None:
         tensors |= {
@@ -92,9 +102,13 @@ def write_score(score: Score, output: Path) -> None:
             "deepstack": score.images.deepstack,
             "position_ids": score.images.position_ids,
         }
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     try:
         with output_file(output, PRIVATE_MODE) as file:
-            save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, file.name)
+            if (staged := staged_path(file)) is not None:
+                save_file(tensors, staged)
+            else:
+                file.write(save(tensors))
     except (OSError, SafetensorError) as error:
         raise OutputUnwritable(
             f"--output {output} could not be written: {getattr(error, 'strerror', None) or error}"

@@ -179,15 +179,12 @@ def test_an_input_or_an_image_that_is_no_file_is_refused_and_not_waited_for(
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed(
     model: Path, source: Path, tmp_path: Path
 ) -> None:
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("")
     for place, sentence in [
         (tmp_path / "none" / "o.st", "there is no folder"),
         (tmp_path / "file" / "o.st", "there is no folder"),
         (tmp_path, "is a folder"),
-        (tmp_path / "pipe", "is a pipe"),
-        (Path("/dev/null"), "a device"),
         (Path("/proc/x"), "cannot be written"),
         (tmp_path / "loop", "cannot be written"),
         (tmp_path / ("x" * 300), "cannot be reached|cannot be written"),
@@ -237,6 +234,39 @@ def test_an_output_that_is_a_link_is_written_where_it_points(model: Path, source
     run(model, source, tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert "logits" in load_file(tmp_path / "out.st")
+
+
+@pytest.mark.parametrize("by", ["its name", "a link", "a descriptor"])
+def test_an_output_that_is_a_pipe_is_written_into(model: Path, source: Path, tmp_path: Path, by: str) -> None:
+    """A descriptor is what a shell gives for ``--output >(command)``."""
+    pipe, read = tmp_path / "pipe", list[bytes]()
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    with pipe.open("wb") as opened:
+        places = {"its name": pipe, "a link": tmp_path / "link", "a descriptor": Path(f"/dev/fd/{opened.fileno()}")}
+        run(model, source, places[by])
+    reader.join(10)
+    run(model, source, tmp_path / "out.st")
+    assert (read, pipe.is_fifo()) == ([(tmp_path / "out.st").read_bytes()], True)
+    run(model, source, Path("/dev/null"))
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_pipe_whose_reader_leaves_is_one_sentence(
+    model: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_end, write_end = os.pipe()
+    save = score_files.save
+
+    def save_as_it_leaves(*what: object) -> bytes:
+        os.close(read_end)
+        return save(*what)
+
+    monkeypatch.setattr(score_files, "save", save_as_it_leaves)
+    assert "could not be written: Broken pipe" in str(refused(model, source, Path(f"/dev/fd/{write_end}")))
+    os.close(write_end)
 
 
 def test_memory_that_is_not_there_is_one_sentence(
