@@ -79,7 +79,7 @@ class Authority:
         except OSError as error:
             raise AuthorityInvalid(f"the folder {folder} cannot be made: {reason_of(error)}") from error
         with authority.locked():
-            if (folder / CA_FILE).exists() or (folder / CA_KEY_FILE).exists():
+            if not authority._is_unfinished() and ((folder / CA_FILE).exists() or (folder / CA_KEY_FILE).exists()):
                 raise AuthorityInvalid(f"{folder} holds an authority already: name another folder, or use it as it is")
             authority._begin(name, days, [])
         return authority
@@ -148,7 +148,7 @@ class Authority:
             chosen = {one.serial for one in asked if not one.revoked_at}
             book = [dataclasses.replace(one, revoked_at=now) if one.serial in chosen else one for one in book]
             self._write_book(book)
-            self._write_list(book)
+            self._write_list(book, self.trusted()[0], self._key())
         return [one for one in book if one.serial in chosen]
 
     def book(self) -> list[Issued]:
@@ -166,27 +166,35 @@ class Authority:
     def _now(self) -> dt.datetime:
         return usable(self._clock())
 
+    def _is_unfinished(self) -> bool:
+        """Whether somebody began one here and was interrupted: it has signed nothing, and nobody knows it."""
+        return (self.folder / ISSUED_FILE).exists() and not (self.folder / CA_FILE).exists() and not self.book()
+
     def _begin(self, name: str, days: int, old: list[x509.Certificate]) -> None:
-        """A new key and what it signs; the key first, since a certificate without its key signs nothing."""
+        """A new key and what it signs; the key before the certificate, which signs nothing without it."""
         if not 1 <= days <= 2 * MAX_DAYS:
             raise RequestInvalid(f"an authority is valid for 1 to {2 * MAX_DAYS} days, not {days}")
         if not 1 <= len(name) <= 64:
             raise RequestInvalid("an authority's name has 1 to 64 letters")
         key, subject = new_key(), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = _authority_certificate(key, subject, days, self._now())
-        self._write(CA_KEY_FILE, key_pem(key), SECRET_MODE)
-        self._write(CA_FILE, certificate_pem(certificate, *old), PUBLIC_MODE)
-        book = self.book() if old else []
-        if not old:
-            self._write_book(book)
-        self._write_list(book)
+        secret, trusted = key_pem(key), certificate_pem(certificate, *old)
+        if old:  # ca.pem before the list: nobody would believe one of an authority that is not in it
+            self._write(CA_KEY_FILE, secret, SECRET_MODE)
+            self._write(CA_FILE, trusted, PUBLIC_MODE)
+            self._write_list(self.book(), certificate, key)
+        else:  # ca.pem last: it is what makes the folder an authority
+            self._write_book([])
+            self._write(CA_KEY_FILE, secret, SECRET_MODE)
+            self._write_list([], certificate, key)
+            self._write(CA_FILE, trusted, PUBLIC_MODE)
 
-    def _write_list(self, book: Sequence[Issued]) -> None:
+    def _write_list(self, book: Sequence[Issued], signer: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         """Of those that have not expired by themselves."""
         now = self._now()
         builder = (
             x509.CertificateRevocationListBuilder()
-            .issuer_name(self.trusted()[0].subject)
+            .issuer_name(signer.subject)
             .last_update(now - CLOCK_SKEW)
             .next_update(now + dt.timedelta(days=MAX_DAYS))  # what is revoked stays so, however old the list is
         )
@@ -195,7 +203,7 @@ class Authority:
                 revoked = x509.RevokedCertificateBuilder().serial_number(int(one.serial, 16))
                 revoked_at = dt.datetime.fromisoformat(one.revoked_at)
                 builder = builder.add_revoked_certificate(revoked.revocation_date(revoked_at).build())
-        signed = builder.sign(self._key(), hashes.SHA256())
+        signed = builder.sign(key, hashes.SHA256())
         self._write(REVOKED_FILE, signed.public_bytes(serialization.Encoding.PEM), PUBLIC_MODE)
 
     def _write_book(self, book: Sequence[Issued]) -> None:
@@ -211,7 +219,10 @@ class Authority:
         except (ValueError, TypeError) as error:
             raise AuthorityInvalid(f"{path} is no private key") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != self.trusted()[0].public_key():
-            raise AuthorityInvalid(f"{path} is not the key of the first certificate in {CA_FILE}")
+            raise AuthorityInvalid(
+                f"{path} is not the key of the first certificate in {CA_FILE}: make a new one with "
+                f"kvferry certs renew-authority {self.folder}"
+            )
         return key
 
     def _write(self, name: str, data: bytes, mode: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import stat
@@ -17,6 +18,7 @@ from kvferry.trust.authority import Authority
 from kvferry.trust.certificates import Role, identity_of, new_key
 from kvferry.trust.cli import certs
 from kvferry.trust.errors import AuthorityInvalid, RequestInvalid, TlsFolderInvalid
+from kvferry.trust.files import write_atomically
 from kvferry.trust.tls_folder import TlsFolder, is_signed_by, read_material
 
 
@@ -39,6 +41,35 @@ def test_an_authority_is_never_written_over(authority: Authority) -> None:
     with pytest.raises(AuthorityInvalid, match="holds an authority already"):
         Authority.create(authority.folder, "another")
     assert (authority.folder / "ca.key.pem").read_bytes() == before
+
+
+@pytest.mark.parametrize("n_written", range(5))
+def test_an_authority_that_was_begun_and_interrupted_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_written: int
+) -> None:
+    """As site.yml does it, which looks for ca.pem: whatever was written before, the next run gets one that works."""
+    left = iter(range(n_written))
+
+    def write(path: Path, data: bytes, mode: int) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        write_atomically(path, data, mode)
+
+    with monkeypatch.context() as interrupted, contextlib.suppress(KeyboardInterrupt):
+        interrupted.setattr("kvferry.trust.authority.write_atomically", write)
+        Authority.create(tmp_path / "ca", "test")
+    is_made = (tmp_path / "ca" / "ca.pem").exists()
+    assert is_made == (n_written == 4)
+    authority = Authority(tmp_path / "ca") if is_made else Authority.create(tmp_path / "ca", "test")
+    handing_out.issue(authority, tmp_path / "t", "node-1", Role.NODE, ["10.0.0.5"], 30)
+    assert read_material(tmp_path / "t").identity.name == "node-1"
+
+
+def test_a_key_that_somebody_else_put_there_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "ca.key.pem").write_text("of another authority")
+    with pytest.raises(AuthorityInvalid, match="holds an authority already"):
+        Authority.create(tmp_path, "test")
+    assert (tmp_path / "ca.key.pem").read_text() == "of another authority"
 
 
 @pytest.mark.parametrize(
