@@ -28,6 +28,7 @@ class Reread(Generic[T]):
         self._lock = threading.Lock()
         self._looked_at = clock()
         self._stamp = stamp_of(*files)  # before they are read: a change in between is found by the next look
+        self._told = self._stamp
         self._value = read()
         self._version = 0
 
@@ -44,12 +45,14 @@ class Reread(Generic[T]):
         stamp = stamp_of(*self._files)
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
             value = self._read()
-        except TrustError as error:  # files that are being replaced, perhaps: their next change is looked at again
-            log.warning("%s stay as they were: %s", self._what, error)
+        except TrustError as error:  # they are being replaced, or a disk failed for once: each look tries again
+            if stamp != self._told:
+                self._told = stamp
+                log.warning("%s stay as they were: %s", self._what, error)
             return
+        self._stamp = stamp
         if value != self._value:
             self._value = value
             self._version += 1

@@ -45,9 +45,9 @@ class Token(pydantic.BaseModel):
     tenant: str = Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")
     requests_per_minute: int | None = Field(default=None, ge=1, le=1_000_000)
     concurrent_turns: int | None = Field(default=None, ge=1, le=1_000_000)
-    created_at: dt.datetime
-    expires_at: dt.datetime | None = None
-    revoked_at: dt.datetime | None = None
+    created_at: pydantic.AwareDatetime
+    expires_at: pydantic.AwareDatetime | None = None
+    revoked_at: pydantic.AwareDatetime | None = None
 
     def state(self, now: dt.datetime) -> Literal["valid", "revoked", "expired"]:
         """Revoked rather than expired, if both."""

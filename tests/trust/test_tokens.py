@@ -14,6 +14,7 @@ from kvferry.trust.bearer import Secret, check_way, read_token
 from kvferry.trust.cli import tokens as commands
 from kvferry.trust.errors import PlaintextRefused, TokensInvalid, Unauthenticated
 from kvferry.trust.limits import Bucket
+from kvferry.trust.rereading import Reread
 from kvferry.trust.tokens import TokenBook, new_token, write_tokens
 
 
@@ -55,6 +56,38 @@ def test_expiry_and_revocation_hold_without_a_restart(tmp_path: Path) -> None:
     clock[0] += 1
     with pytest.raises(Unauthenticated, match="revoked"):
         book.find(text)  # a damaged file changes nothing
+
+
+def test_news_that_could_not_be_read_at_once_are_read_later_and_told_once(tmp_path: Path, caplog) -> None:
+    """A disk that fails for a moment must not keep a revocation from coming into force."""
+    file, seconds, fails = tmp_path / "news", [0.0], [False, True, True, False]
+    file.write_text("old")
+
+    def read() -> str:
+        if fails.pop(0):
+            raise TokensInvalid("input/output error")
+        return file.read_text()
+
+    reread = Reread([file], read, "the news", lambda: seconds[0])
+    file.write_text("revoked")
+    seen = []
+    for _ in range(3):
+        seconds[0] += 1
+        seen.append(reread.current())
+    assert seen == [("old", 0), ("old", 0), ("revoked", 1)]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "the news stay as they were: input/output error"
+    ]
+
+
+def test_a_line_whose_time_has_no_zone_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    write_tokens(path, [new_token("acme")[1]])
+    told = json.loads(path.read_text())
+    told["tokens"][0]["expires_at"] = "2026-12-31T00:00:00"
+    path.write_text(json.dumps(told))
+    with pytest.raises(TokensInvalid, match=r"no tokens file of kvferry tokens: tokens\.0\.expires_at: "):
+        TokenBook(path)
 
 
 def test_a_bucket_gives_back_with_time() -> None:
