@@ -59,4 +59,6 @@ def _complaint(kind: type[WireMessage], name: str, value: Any) -> str:
     if bits is None:
         return f"cannot be {value!r}: it is {_KIND_OF.get(field.cpp_type, 'a number')}"
     low, high = bits
+    if isinstance(value, list | tuple):  # thousands of tokens, maybe: only the wrong one is news
+        value = next((one for one in value if not (isinstance(one, int) and low <= one <= high)), value)
     return f"cannot be {value!r}: it is a whole number from {low} to {high}"

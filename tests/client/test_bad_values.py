@@ -15,7 +15,7 @@ from kvferry.client.errors import (
     Unavailable,
     _reason_of,
 )
-from kvferry.client.sdk import AsyncClient, Client, Message
+from kvferry.client.sdk import AsyncClient, Client, Message, RawPrompt
 from kvferry.client.sdk.retry import Outage, Patience
 from kvferry.proto.channel import MAX_MESSAGE_BYTES
 from kvferry.proto.v1 import chat_pb2
@@ -44,6 +44,14 @@ async def test_a_turn_with_a_value_that_no_message_can_carry(fields, error, word
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(error, match=words):
             client.session("s").generate("hello", **fields)
+
+
+@pytest.mark.parametrize("wrong", [2**31, "x", None])
+async def test_of_many_tokens_the_wrong_one_is_named(wrong):
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequest) as caught:
+            client.session("s").generate(RawPrompt([*range(1000), wrong]))
+    assert str(caught.value) == f"token_ids cannot be {wrong!r}: it is a whole number from -2147483648 to 2147483647."
 
 
 @pytest.mark.parametrize(
