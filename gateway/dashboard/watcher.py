@@ -72,8 +72,10 @@ class Watcher:
     async def _look(self) -> None:
         while True:
             with contextlib.suppress(ClientError):  # the page shows by itself that the coordinator is away
-                for session in await self._client.list_sessions(limit=MAX_KEPT):
+                listed = await self._client.list_sessions(limit=MAX_KEPT)
+                for session in listed:
                     self._consider(session)
+                self._seen = {s.session_id: self._seen[s.session_id] for s in listed if s.session_id in self._seen}
             await asyncio.sleep(LOOK_SECONDS)
 
     def _consider(self, session: SessionInfo) -> None:
