@@ -20,6 +20,7 @@ from kvferry.client import (
     AsyncSession,
     ClientError,
     Message,
+    NotFound,
     RawPrompt,
     Sampling,
     TurnEvent,
@@ -88,11 +89,15 @@ async def forget(client: AsyncClient, request_id: str, order: Order) -> None:
 async def _of_each(
     client: AsyncClient, request_id: str, order: Order, do: Callable[[AsyncSession], Awaitable[None]]
 ) -> None:
-    """For the session of each prompt, also when it fails for another one. Raises the first ClientError."""
+    """For the session of each prompt, also when it fails for another one.
+
+    Raises the first ClientError; NotFound only where there is no other: a session that is gone needs no more of us,
+    one that is busy does.
+    """
     sessions = (client.session(session_of(request_id, number)) for number in range(len(order.prompts)))
-    for result in await asyncio.gather(*map(do, sessions), return_exceptions=True):
-        if result is not None:
-            raise result
+    results = await asyncio.gather(*map(do, sessions), return_exceptions=True)
+    for error in sorted(filter(None, results), key=lambda result: isinstance(result, NotFound)):
+        raise error
 
 
 def resume(client: AsyncClient, request_id: str, order: Order) -> list[AsyncSamples]:

@@ -7,14 +7,16 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from http.client import HTTPConnection
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvferry.client import Client, FinishReason, SessionInfo
-from kvferry.client.errors import NotFound
+from kvferry.client import Client, FinishReason, RawPrompt, Sampling, SessionInfo
+from kvferry.client.errors import Conflict, NotFound, Unavailable
+from kvferry.gateway.asking import Order, forget
 from kvferry.gateway.context import Context
 from kvferry.gateway.errors import ApiError
 from kvferry.gateway.lifetimes import answered
@@ -96,6 +98,19 @@ def test_a_refused_request_leaves_nothing(direct, base_url, path, body):
     before = set(sessions_of(direct))
     assert httpx.post(f"{base_url}/v1/{path}", json=body).status_code == 400
     wait_until(lambda: set(sessions_of(direct)) <= before)
+
+
+async def test_a_prompt_whose_session_is_gone_does_not_hide_that_anothers_is_busy():
+    class Deleting:
+        def __init__(self, session_id: str) -> None:
+            self.id = session_id
+
+        async def delete(self) -> None:
+            raise {"r.0": NotFound, "r.1": Conflict, "r.2": Unavailable}[self.id](self.id)
+
+    order = Order(prompts=[RawPrompt("")] * 3, n=1, model="", sampling=Sampling(), max_tokens=1, stop=())
+    with pytest.raises(Conflict):
+        await forget(SimpleNamespace(session=Deleting), "r", order)
 
 
 def test_a_refused_next_response_leaves_no_branch(direct, base_url):
