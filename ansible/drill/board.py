@@ -102,8 +102,19 @@ def chains(what: str, *hooks: str) -> str:
 
 def strike(what: str, seconds: float, unit: str, store: str) -> dict[str, Any]:
     """Once it is written down how it is healed. Tells when it was done, by the board's clock."""
-    flips = plan_flips(Path(store)) if what == "store-rotten" else []
-    state_of(what).write_text(json.dumps({"what": what, "unit": unit, "device": device(), "flips": flips}))
+    flips = []
+    if what == "store-rotten":
+        with as_owner_of(store):
+            flips = plan_flips(Path(store))
+    struck = {
+        "what": what,
+        "unit": unit,
+        "device": device(),
+        "store": store,
+        "flips": flips,
+        "clock_at_boot": at_boot(),
+    }
+    state_of(what).write_text(json.dumps(struck))
     healer = f"{HEALER}-{what}"
     quietly("systemctl", "stop", f"{healer}.timer", f"{healer}.service")
     quietly("systemctl", "reset-failed", f"{healer}.service")  # else its name is taken
@@ -134,13 +145,32 @@ def strike(what: str, seconds: float, unit: str, store: str) -> dict[str, Any]:
     elif what in {"clock-forward", "clock-back"}:
         time.clock_settime(time.CLOCK_REALTIME, at + (HOUR_S if what == "clock-forward" else -HOUR_S))
     elif what == "store-rotten":
-        for flip in flips:
-            put(flip, flip["damaged"])
+        with as_owner_of(store):
+            for flip in flips:
+                put(flip, flip["damaged"])
     elif what == "power-cut":
         quietly("systemd-run", "--quiet", "sh", "-c", f"sleep 0.2; ip link set {device()} down; reboot -ff")
     else:
         sys.exit(f"there is no way to do {what}")
     return {"at": at, "n_flipped": len(flips)}
+
+
+def at_boot() -> float:
+    """What the clock would have said when the board started: what runs on since then nobody sets."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@contextlib.contextmanager
+def as_owner_of(store: str) -> Iterator[None]:
+    """As the services' user: on a share root is nobody."""
+    status, user, group = Path(store).stat(), os.geteuid(), os.getegid()
+    os.setegid(status.st_gid)
+    os.seteuid(status.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        os.setegid(group)
 
 
 def state_of(what: str) -> Path:
@@ -179,11 +209,19 @@ def alone() -> Iterator[None]:
 def heal_alone(*names: str) -> dict[str, Any]:
     states = [state_of(name) for name in names] or sorted(HERE.glob("struck-*.json"))
     struck = [json.loads(state.read_text()) for state in states if state.exists()]
+    healed, failures = [], []
     for one in struck:
-        quietly("systemctl", "stop", f"{HEALER}-{one['what']}.timer")
-        undo(one)
+        try:
+            undo(one)
+        except (SystemExit, OSError) as error:  # it stays written down and its timer set; the others are healed
+            failures.append(f"{one['what']}: {error}")
+            continue
         state_of(one["what"]).unlink()
-    return {"healed": ", ".join(one["what"] for one in struck)}
+        quietly("systemctl", "stop", f"{HEALER}-{one['what']}.timer")
+        healed.append(one["what"])
+    if failures:
+        sys.exit(f"could not be healed: {'; '.join(failures)}")
+    return {"healed": ", ".join(healed)}
 
 
 def undo(struck: dict[str, Any]) -> None:
@@ -196,12 +234,15 @@ def undo(struck: dict[str, Any]) -> None:
     elif what == "slow-link":
         quietly("tc", "qdisc", "del", "dev", struck["device"], "root")
     elif what in {"clock-forward", "clock-back"}:
-        time.clock_settime(time.CLOCK_REALTIME, time.time() + (-HOUR_S if what == "clock-forward" else HOUR_S))
+        # whether it was set at all, or somebody has set it right by now
+        right = struck["clock_at_boot"] + time.clock_gettime(time.CLOCK_BOOTTIME)
+        time.clock_settime(time.CLOCK_REALTIME, right)
     elif what == "store-rotten":
-        for flip in struck["flips"]:
-            with contextlib.suppress(FileNotFoundError):  # it was refused, and moved away
-                if Path(flip["path"]).stat().st_ino == flip["inode"]:
-                    put(flip, flip["right"])
+        with as_owner_of(struck["store"]):
+            for flip in struck["flips"]:
+                with contextlib.suppress(FileNotFoundError):  # it was refused, and moved away
+                    if Path(flip["path"]).stat().st_ino == flip["inode"]:
+                        put(flip, flip["right"])
 
 
 def plan_flips(store: Path) -> list[dict[str, Any]]:
@@ -229,10 +270,12 @@ def put(flip: dict[str, Any], value: int) -> None:
     """Nobody is told: its times stay."""
     path = Path(flip["path"])
     before = path.stat()
-    with path.open("r+b") as file:  # as root, whatever its mode
+    path.chmod(before.st_mode | 0o200)
+    with path.open("r+b") as file:
         file.seek(flip["offset"])
         file.write(bytes([value]))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    path.chmod(before.st_mode)
 
 
 def main(verb: str, *more: str) -> None:

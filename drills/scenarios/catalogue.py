@@ -95,7 +95,9 @@ _ALL: Final = (
         hypothesis="Snapshots with flipped bits are refused and computed again; no token is made of them.",
         proves="Every byte that is restored was checked.",
         injections=(
-            _in_second_answer(Disturbance.STORE_ROTTEN, Where.STORE, 0.0),
+            _in_second_answer(
+                Disturbance.STORE_ROTTEN, Where.STORE, RESUME_S
+            ),  # put right by boards: not before it is read
             Injection(what=Disturbance.KILL, where=Where.SERVING, turn=2, after_tokens=13, hold_s=2.0),
         ),
         limits=Limits(longest_pause_s=12.0, failovers_at_least=1, refused_files_at_least=1),

@@ -55,7 +55,7 @@ class Injection:
 class Limits:
     """What must hold for the hypothesis to hold, beside the tokens themselves. None: not looked at.
 
-    `detection_s`: from the last injection until a client, or the coordinator's list of nodes, shows it.
+    `detection_s`: from the first injection until a client, or the coordinator's list of nodes, shows it.
     `longest_pause_s`: between two tokens of an answer, or from a question to its first token.
     `recovery_s`: from the last healing until the cluster is whole again.
     """

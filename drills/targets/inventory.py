@@ -73,7 +73,7 @@ class InventoryTarget(Target):
     def address(self) -> str:
         """All coordinators, with commas: a client asks another one when the first is struck."""
         addresses = []
-        for host in self._groups["coordinators"]["hosts"]:
+        for host in self._members("coordinators"):
             told = self._variables.get(host, {})
             name = told.get("kvferry_address", told.get("ansible_host", host))
             addresses.append(f"{name}:{told.get('kvferry_coordinator_port', 7070)}")
@@ -92,7 +92,6 @@ class InventoryTarget(Target):
             self._arm(number, injection)
 
     def inject(self, number: int, what: Disturbance, parts: tuple[str, ...]) -> float:
-        del what
         trigger = self._trigger(number)
         hosts = [host for part in parts for host in self._hosts_of(part)]
         temp = trigger.with_suffix(".new")
@@ -105,7 +104,10 @@ class InventoryTarget(Target):
             if play.poll() is not None or time.monotonic() > until:
                 raise DrillImpossible(f"The boards could not be struck: {self._last_words(number)}")
             time.sleep(0.02)
-        struck = min(float(json.loads(path.read_text())["at"]) for path in told)
+        answers = [json.loads(path.read_text()) for path in told]
+        if what is Disturbance.STORE_ROTTEN and not any(answer["n_flipped"] for answer in answers):
+            raise DrillImpossible("There is no new snapshot in the boards' stores whose bits could be flipped.")
+        struck = min(float(answer["at"]) for answer in answers)
         return time.monotonic() - max(0.0, time.time() - struck)  # boards' clocks are asserted to be right
 
     def heal(self, what: Disturbance, parts: tuple[str, ...]) -> None:
@@ -149,7 +151,7 @@ class InventoryTarget(Target):
 
     def _hosts_of(self, part: str) -> list[str]:
         if part == COORDINATOR:
-            return list(self._groups["coordinators"]["hosts"][:1])
+            return self._members("coordinators")[:1]
         return (
             [self._node_hosts[node_id] for node_id in self._node_hosts] if part == STORE else [self._node_hosts[part]]
         )
@@ -170,13 +172,18 @@ class InventoryTarget(Target):
         if done.returncode:
             raise DrillImpossible(f"{self._inventory} is no inventory: {done.stderr.strip()[-300:]}")
         found: dict[str, Any] = json.loads(done.stdout)
-        if not {"coordinators", "nodes"} <= set(found):
-            raise DrillImpossible(f"{self._inventory} has no groups coordinators and nodes.")
         return found
 
-    @property
-    def _groups(self) -> dict[str, Any]:
-        return self._listed
+    def _members(self, group: str) -> list[str]:
+        """The hosts of a group, and of the groups in it. Raises DrillImpossible when there are none."""
+        groups, hosts = [group], list[str]()
+        for name in groups:  # it grows; a group is never in itself
+            told = self._listed.get(name, {})
+            groups += told.get("children", [])
+            hosts += told.get("hosts", [])
+        if not hosts:
+            raise DrillImpossible(f"{self._inventory} has no hosts in its group {group}.")
+        return list(dict.fromkeys(hosts))
 
     @property
     def _variables(self) -> dict[str, Any]:
@@ -184,12 +191,12 @@ class InventoryTarget(Target):
 
     @property
     def _hosts(self) -> set[str]:
-        return {host for group in ("coordinators", "nodes") for host in self._groups[group]["hosts"]}
+        return {host for group in ("coordinators", "nodes") for host in self._members(group)}
 
     @cached_property
     def _node_hosts(self) -> dict[str, str]:
         """Node id → host."""
-        return {self._variables.get(host, {}).get("node_id", host): host for host in self._groups["nodes"]["hosts"]}
+        return {self._variables.get(host, {}).get("node_id", host): host for host in self._members("nodes")}
 
     @cached_property
     def _playbooks(self) -> Path:

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,7 +86,7 @@ def test_the_boards_own_timer_is_set_before_it_is_struck(
     assert "--on-active=9.0" in commands[timer]
     assert timer < strike
     board.heal()
-    assert commands[-1] == heals
+    assert commands[-2:] == [heals, ("systemctl", "stop", f"drill-heals-kvferry-{what}.timer")]
     assert not board.state_of(what).exists()
 
 
@@ -104,6 +106,81 @@ def test_a_board_that_is_struck_twice_is_healed_of_both_by_a_timer_each(
     assert board.heal() == {"healed": "store-rotten"}
     assert path.read_bytes() == whole
     assert board.heal() == {"healed": ""}
+
+
+class Clock:
+    """A board's: `now` is Unix time, `up` runs on whatever is set."""
+
+    CLOCK_REALTIME, CLOCK_BOOTTIME = time.CLOCK_REALTIME, time.CLOCK_BOOTTIME
+
+    def __init__(self) -> None:
+        self.now, self.up = 1_800_000_000.0, 500.0
+
+    def time(self) -> float:
+        return self.now
+
+    def clock_gettime(self, which: int) -> float:
+        return self.up if which == self.CLOCK_BOOTTIME else self.now
+
+    def clock_settime(self, which: int, seconds: float) -> None:
+        assert which == self.CLOCK_REALTIME
+        self.now = seconds
+
+    def run_on(self, seconds: float) -> None:
+        self.now, self.up = self.now + seconds, self.up + seconds
+
+
+@pytest.mark.parametrize("what", ["clock-forward", "clock-back"])
+@pytest.mark.parametrize("is_right", [False, True])
+def test_a_clock_is_healed_to_the_right_time_whoever_has_set_it_meanwhile(
+    board: ModuleType, commands: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, what: str, is_right: bool
+) -> None:
+    """A time server may have; and a board whose strike failed before the clock was set must keep its time."""
+    clock = Clock()
+    monkeypatch.setattr(board, "time", clock)
+    board.strike(what, 9.0, "kvferry-node", "/nowhere")
+    assert abs(clock.now - 1_800_000_000.0) == 3600
+    clock.run_on(10.0)
+    if is_right:
+        clock.now = 1_800_000_010.0
+    board.heal()
+    assert clock.now == 1_800_000_010.0
+
+
+def test_snapshots_are_touched_as_their_owner_for_whom_alone_a_share_takes_writes(
+    board: ModuleType, commands: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS server has root be nobody, and even the owner may not write into a published file as it is."""
+    store, users = tmp_path / "store", list[int]()
+    store.mkdir()
+    (path, *_) = snapshots(store)
+    monkeypatch.setattr(os, "seteuid", users.append)
+    board.strike("store-rotten", 9.0, "kvferry-node", str(store))
+    board.heal()
+    owner, me = store.stat().st_uid, os.geteuid()
+    assert users == [owner, me] * 3  # to look, to damage, to put right
+    assert stat.S_IMODE(path.stat().st_mode) == 0o440
+
+
+def test_one_strike_that_cannot_be_undone_keeps_its_timer_and_no_other_from_being_healed(
+    board: ModuleType, commands: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*argv: str, text: str | None = None) -> None:
+        del text
+        if argv[0] == "nft":
+            sys.exit("nft: Operation not permitted")
+
+    for what in ("cut", "freeze"):
+        board.strike(what, 9.0, "kvferry-node", str(tmp_path))
+    commands.clear()
+    monkeypatch.setattr(board, "run", refuse)
+    with pytest.raises(SystemExit, match="could not be healed: cut: nft: Operation not permitted"):
+        board.heal()
+    assert [board.state_of(what).exists() for what in ("cut", "freeze")] == [True, False]
+    assert commands == [
+        ("systemctl", "kill", "-s", "CONT", "--kill-whom=all", "kvferry-node"),
+        ("systemctl", "stop", "drill-heals-kvferry-freeze.timer"),
+    ]
 
 
 def test_a_signal_comes_at_the_moment_that_is_told(

@@ -156,6 +156,12 @@ def test_a_skipped_drill_says_why() -> None:
     assert "there are no cables" in as_html(told)
 
 
+def test_a_store_rots_for_longer_than_its_node_is_away() -> None:
+    """What is put right before somebody reads it proves nothing."""
+    rot, kill = SCENARIOS["store-rotten"].injections
+    assert rot.hold_s > kill.hold_s
+
+
 def test_every_scenario_can_be_judged() -> None:
     for name, scenario in SCENARIOS.items():
         assert name == scenario.name
