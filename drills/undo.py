@@ -29,20 +29,20 @@ class SignalProcess:
     """Thaws, or ends, one process: that which was started at this time."""
 
     pid: int
-    started: float
+    started: str
     number: int
 
     @classmethod
     def to(cls, pid: int, number: signal.Signals) -> Self:
         """For a process that runs."""
-        return cls(pid, psutil.Process(pid).create_time(), int(number))
+        return cls(pid, _started(pid), int(number))
 
     def run(self) -> None:
         try:
             process = psutil.Process(self.pid)
-            if process.create_time() == self.started:
+            if _started(self.pid) == self.started:
                 process.send_signal(self.number)
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             pass
         except psutil.AccessDenied as error:
             raise UndoFailed(f"process {self.pid} is not ours to signal") from error
@@ -153,6 +153,16 @@ def undo_from_json(told: dict[str, Any]) -> Undo:
     if "argv" in fields:
         fields["argv"] = tuple(fields["argv"])
     return _KINDS[told["kind"]](**fields)
+
+
+def _started(pid: int) -> str:
+    """The machine's boot, and the ticks since then: not the time of day, which is another one once the clock is set.
+
+    Raises FileNotFoundError, ProcessLookupError.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]  # its name may hold anything
+    return f"{boot} {fields.split()[19]}"
 
 
 def _is_mount(path: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,12 +193,24 @@ def test_a_process_is_ended_even_when_it_is_frozen_and_no_other_one_of_its_numbe
     sleeper: subprocess.Popen[bytes],
 ) -> None:
     how = SignalProcess.to(sleeper.pid, signal.SIGKILL)
-    undo(SignalProcess(how.pid, how.started - 1.0, how.number))  # that one has ended, ours has its number now
+    undo(SignalProcess(how.pid, f"{how.started}0", how.number))  # that one has ended, ours has its number now
     assert sleeper.poll() is None
     sleeper.send_signal(signal.SIGSTOP)
     undo(how)
     assert sleeper.wait(5) == -signal.SIGKILL
     undo(how)  # once more does no harm
+
+
+def test_a_process_is_known_again_when_somebody_has_set_the_clock(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drill that was killed may be cleaned up after hours, on a board that has heard the time since."""
+    how = SignalProcess.to(sleeper.pid, signal.SIGKILL)
+    boot = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot + 3600)
+    sleeper.send_signal(signal.SIGSTOP)
+    undo(how)
+    assert sleeper.wait(5) == -signal.SIGKILL
 
 
 def test_undoing_in_vain_does_no_harm(tmp_path: Path) -> None:
@@ -207,7 +220,7 @@ def test_undoing_in_vain_does_no_harm(tmp_path: Path) -> None:
         undo(RunCommand(("false",)))
 
 
-processes = st.builds(SignalProcess, st.integers(1, 1 << 22), st.floats(0, 1e10), st.sampled_from([9, 15, 18]))
+processes = st.builds(SignalProcess, st.integers(1, 1 << 22), st.text(), st.sampled_from([9, 15, 18]))
 undos = st.one_of(
     processes,
     st.builds(RemoveGroup, st.text()),
