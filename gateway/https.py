@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kvferry.gateway.errors import ConfigInvalid
-from kvferry.trust.files import stamp_of
+from kvferry.trust.files import Stamp, stamp_of
 from kvferry.trust.tls_folder import CERTIFICATE_FILE, KEY_FILE
 
 log = logging.getLogger(__name__)
@@ -32,26 +35,44 @@ class CertificateFiles:
 
     def check(self) -> None:
         """Raises ConfigInvalid."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.give_to(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+    def give_to(self, context: ssl.SSLContext) -> None:
+        """What lies in the files at this moment; a pair that does not fit leaves the context as it was.
+
+        Raises ConfigInvalid.
+        """
         try:
-            context.load_cert_chain(self.certificate, self.key)
+            with _in_memory(self.certificate) as certificate, _in_memory(self.key) as key:
+                # by itself first: a pair that does not fit would leave the context without any
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+                context.load_cert_chain(certificate, key)
         except (OSError, ssl.SSLError) as error:
             reason = (error.strerror or str(error)).lower()
             raise ConfigInvalid(f"HTTPS cannot be served with {self.certificate} and {self.key}: {reason}") from error
 
     async def follow(self, context: ssl.SSLContext) -> None:
-        """For ever: new connections get what lies in the files."""
+        """For ever: new connections get what lies in the files, from now on."""
         files = (self.certificate, self.key)
-        stamp = stamp_of(*files)
+        stamp: Stamp = ()  # whatever was loaded at the start, they may have been replaced since
         while True:
+            if (now := stamp_of(*files)) != stamp:  # of before they are read: a change in between is the next look's
+                is_first, stamp = not stamp, now
+                try:
+                    self.give_to(context)
+                except ConfigInvalid as error:
+                    log.warning("the certificate for HTTPS stays as it was: %s", error)
+                else:
+                    if not is_first:
+                        log.info("the certificate for HTTPS was read again")
             await asyncio.sleep(LOOK_SECONDS)
-            if (now := stamp_of(*files)) == stamp:
-                continue
-            stamp = now
-            try:
-                self.check()  # a pair that does not fit would leave the context without any
-                context.load_cert_chain(*files)
-            except (ConfigInvalid, OSError) as error:
-                log.warning("the certificate for HTTPS stays as it was: %s", error)
-            else:
-                log.info("the certificate for HTTPS was read again")
+
+
+@contextlib.contextmanager
+def _in_memory(path: Path) -> Iterator[str]:
+    """A file as it is now, by a path: what is checked is then what is used, however often it is replaced meanwhile."""
+    descriptor = os.memfd_create("kvferry-https")
+    with os.fdopen(descriptor, "wb") as copy:
+        copy.write(path.read_bytes())
+        copy.flush()
+        yield f"/proc/self/fd/{descriptor}"

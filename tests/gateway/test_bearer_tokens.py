@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
-import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -24,15 +22,12 @@ from kvferry.gateway.bearer import given_token
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.context import Context
 from kvferry.gateway.dashboard.watcher import Watchers
-from kvferry.gateway.errors import ConfigInvalid
-from kvferry.gateway.https import CertificateFiles
 from kvferry.gateway.models import Models
 from kvferry.gateway.process import make_dashboard
 from kvferry.trust.authority import Authority
 from kvferry.trust.bearer import Secret
 from kvferry.trust.certificates import Role
 from kvferry.trust.handing_out import issue
-from kvferry.trust.tls_folder import read_material
 from kvferry.trust.tokens import new_token, write_tokens
 
 CHAT = {"model": "any", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
@@ -135,42 +130,3 @@ def test_tokens_stay_where_they_would_go_out_in_clear(tmp_path: Path) -> None:
     assert GatewayConfig(coordinator="127.0.0.1:7070").hands_tokens_on
     assert not GatewayConfig(coordinator="127.0.0.1:7070,192.0.2.1:7070").hands_tokens_on
     assert GatewayConfig(coordinator="192.0.2.1:7070", tls_dir=tmp_path).hands_tokens_on
-
-
-async def test_https_takes_up_a_renewed_certificate_and_keeps_a_good_one(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("kvferry.gateway.https.LOOK_SECONDS", 0.01)
-    authority = Authority.create(tmp_path / "ca", "test")
-    folder = tmp_path / "gateway"
-
-    def renew() -> int:
-        issue(authority, folder, "gateway", Role.GATEWAY, ["127.0.0.1"], 60)
-        return read_material(folder).identity.serial
-
-    serial = renew()
-    files = CertificateFiles.in_folder(folder)
-    files.check()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files.certificate, files.key)
-    following = asyncio.create_task(files.follow(context))
-    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
-    port = server.sockets[0].getsockname()[1]
-    trusting = ssl.create_default_context(cafile=str(folder / "ca.pem"))
-
-    async def shown() -> int:
-        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
-        found = writer.get_extra_info("peercert")
-        writer.close()
-        return int(found["serialNumber"], 16)
-
-    assert await shown() == serial
-    renewed = renew()
-    until = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=10)
-    while await shown() != renewed:
-        assert dt.datetime.now(dt.UTC) < until
-    (folder / "cert.pem").write_text("damaged")
-    await asyncio.sleep(0.1)
-    assert await shown() == renewed
-    with pytest.raises(ConfigInvalid, match="HTTPS cannot be served"):
-        files.check()
-    following.cancel()
-    server.close()
