@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
+from free_ports import free_port
 
-from kvferry.proto.v1 import worker_pb2
+from kvferry.node import membership
+from kvferry.node.membership import Memberships
+from kvferry.proto.v1 import fleet_pb2, worker_pb2
 
 from .running_node import SABOTAGED, Answer, RunningNode, error_of, running_node
 from .standin_coordinator import LEASE_SECONDS, StandInCoordinator
 
 Prompts = dict[str, list[int]]
+PATIENCE_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +222,51 @@ def test_a_node_that_leaves_while_it_is_let_in_says_so(leaver: tuple[StandInCoor
     node.stub.Drain(worker_pb2.DrainRequest(timeout_seconds=20), timeout=30)
     coordinator.wait_for("len(deregistered) == 1")
     assert coordinator.deregistered[0].boot_id == coordinator.registered[1].boot_id
+
+
+class AllTogether(StandInCoordinator):
+    """Answers a good-bye once others have got theirs."""
+
+    everybody = threading.Barrier(3)
+
+    def Deregister(self, request: fleet_pb2.DeregisterRequest, context: Any) -> fleet_pb2.DeregisterResponse:  # noqa: N802 - the wire
+        """As it says."""
+        self.everybody.wait(PATIENCE_S)
+        return super().Deregister(request, context)
+
+
+def members_of(*coordinators: str) -> Memberships:
+    """A node that has asked to be let in everywhere."""
+    identity = SimpleNamespace(boot_id="boot")
+    state: Any = SimpleNamespace(
+        config=SimpleNamespace(node_id="n", coordinators=coordinators), ready=lambda: SimpleNamespace(identity=identity)
+    )
+    memberships = Memberships(state, "127.0.0.1:1")
+    for each in memberships._memberships:
+        each._asked_to_join = True
+    return memberships
+
+
+async def test_all_coordinators_are_taken_leave_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "DEREGISTER_TIMEOUT_SECONDS", PATIENCE_S)
+    coordinators = [AllTogether() for _ in range(3)]
+    await members_of(*(each.address for each in coordinators)).leave()
+    assert [[said.boot_id for said in each.deregistered] for each in coordinators] == 3 * [["boot"]]
+    for each in coordinators:
+        each.stop()
+
+
+async def test_coordinators_that_are_away_hold_up_no_end_and_no_other_good_bye(
+    coordinator: StandInCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One does not listen, one does not answer; each is given its time and no more."""
+    monkeypatch.setattr(membership, "DEREGISTER_TIMEOUT_SECONDS", 1.0)
+    n_before = len(coordinator.deregistered)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        away = (f"127.0.0.1:{free_port()}", f"127.0.0.1:{frozen.getsockname()[1]}")
+        async with asyncio.timeout(PATIENCE_S):
+            await members_of(*away, coordinator.address).leave()
+    assert len(coordinator.deregistered) == n_before + 1
 
 
 def test_a_long_drain_does_not_hold_up_the_end(tmp_path: Path, smollm2_path: Path, prompts: Prompts) -> None:
