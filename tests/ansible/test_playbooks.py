@@ -97,6 +97,16 @@ def test_all_that_is_served_can_be_uninstalled(ansible: Path) -> None:
     assert {unit for unit in units if f"/etc/systemd/system/{unit}" not in removed} == set()
 
 
+def test_what_is_exported_is_so_no_more_after_uninstalling(ansible: Path) -> None:
+    """An NFS server that is not told goes on exporting what its file no longer says."""
+    tasks = {task["name"]: task for task in read(ansible / "uninstall.yml")[0]["tasks"]}
+    server = (ansible / "roles/store/tasks/nfs_server.yml").read_text()
+    (exports,) = (path for path in tasks["Remove what was installed"]["loop"] if path in server)
+    told = tasks["Export the snapshots no more"]
+    assert (told["ansible.builtin.command"]["cmd"], exports in told["when"]) == ("exportfs -ra", True)
+    assert list(tasks).index("Export the snapshots no more") > list(tasks).index("Remove what was installed")
+
+
 def test_no_key_is_fetched_from_a_board_or_sent_to_one(ansible: Path) -> None:
     tasks = [task for path in (ansible / "roles/certs/tasks").glob("*.yml") for task in read(path)]
     tasks += [inner for task in tasks for inner in task.get("block", [])]
