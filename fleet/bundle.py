@@ -66,11 +66,15 @@ def make_bundle(
         refresh: make it again with the newest dependencies that the index has.
 
     Raises:
-        CannotBundle: the tree is none of kvferry, or pip could not bring everything.
+        CannotBundle: the tree is none of kvferry, it has no such extra, or pip could not bring everything.
     """
     if not (source / "pyproject.toml").is_file() or not (source / "src" / "kvferry").is_dir():
         raise CannotBundle(f"{source} is no source tree of kvferry: name one with --source")
-    version = tomllib.loads((source / "pyproject.toml").read_text())["project"]["version"]
+    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+    known = sorted(project.get("optional-dependencies", {}))
+    if unknown := sorted(set(extras) - set(known)):  # pip would only warn, and boards would be without it
+        raise CannotBundle(f"kvferry has no extra {', '.join(unknown)}: there are {', '.join(known)}")
+    version = project["version"]
     with tempfile.TemporaryDirectory(prefix="kvferry-bundle-") as temp:
         tree = Path(temp, "tree")
         _copy_sources(source, tree)
@@ -91,7 +95,7 @@ def make_bundle(
 def main() -> None:
     arguments = _arguments()
     try:
-        extras = [extra for extra in arguments.extras.split(",") if extra]
+        extras = [extra.strip() for extra in arguments.extras.split(",") if extra.strip()]
         bundle = make_bundle(
             arguments.source, arguments.output, arguments.arch, arguments.python, extras, refresh=arguments.refresh
         )

@@ -61,7 +61,7 @@ def bundle(
     folder = output or cache_root() / "bundles"
     tree = source or Path(__file__).resolve().parents[1]
     records = [verify_model(name) for name in models]
-    wanted = [extra for extra in extras.split(",") if extra]
+    wanted = [extra.strip() for extra in extras.split(",") if extra.strip()]
     made = make_bundle(tree, folder, arch, python, wanted, refresh=refresh)
     gathered = [file for record in records for file in gather_model(record, folder / "models")]
     if as_json:

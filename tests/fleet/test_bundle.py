@@ -51,6 +51,13 @@ def test_a_folder_that_is_no_source_tree_is_refused_in_one_sentence(tmp_path):
         make_bundle(tmp_path, tmp_path, "aarch64", "3.11")
 
 
+def test_an_extra_that_there_is_not_is_refused_before_anything_is_gathered(tmp_path):
+    """pip only warns of one, and boards would find out that they are without it."""
+    with pytest.raises(CannotBundle, match=r"^kvferry has no extra tracin: there are .*s3.*tracing"):
+        make_bundle(PROJECT, tmp_path / "bundles", "aarch64", "3.11", ["s3", "tracin"])
+    assert not (tmp_path / "bundles").exists()
+
+
 def test_a_model_that_was_not_fetched_is_refused(tmp_path):
     command = [sys.executable, *KVFERRY, "fleet", "bundle", "--model", "nobody/nothing", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
