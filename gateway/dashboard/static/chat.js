@@ -117,18 +117,21 @@ async function send(text) {
   }
 }
 
+function mayAsk(is) {
+  isSending = !is;
+  for (const button of [byId("say").querySelector("[type=submit]"), byId("afresh")]) button.disabled = !is;
+}
+
 async function submit(text) {
   if (!text || isSending) return;
-  isSending = true;
-  byId("say").querySelector("[type=submit]").disabled = true;
+  mayAsk(false);
   try {
     await send(text);
   } catch (error) {
     tell(error.message, "news bad");
   } finally {
-    isSending = false;
+    mayAsk(true);
     killAfter = 0;
-    byId("say").querySelector("[type=submit]").disabled = false;
     mayKill(null);
   }
 }

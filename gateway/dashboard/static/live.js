@@ -13,6 +13,7 @@ export const on = (what, listener) => listeners[what].push(listener);
 const tell = (what, ...news) => listeners[what].forEach((listener) => listener(...news));
 
 function remember(history) {
+  for (const id of cluster.history.keys()) if (!(id in history)) cluster.history.delete(id);
   for (const [id, samples] of Object.entries(history)) {
     const known = cluster.history.get(id) ?? [];
     const last = known.at(-1)?.[0] ?? 0;
@@ -27,7 +28,7 @@ async function poll(path) {
   } catch (error) {
     tell("trouble", error instanceof TypeError ? "The gateway does not answer." : error.message); // as fetch says it
   }
-  setTimeout(poll, POLL_MS, "/dashboard/cluster");
+  setTimeout(poll, POLL_MS, news ? "/dashboard/cluster" : path);
   if (!news) return;
   const { history, ...status } = news;
   Object.assign(cluster, status);

@@ -27,6 +27,7 @@ async function showAll() {
   const found = await ask("/dashboard/sessions");
   const place = byId("session-rows");
   const wanted = found.map(rowOf);
+  for (const id of rows.keys()) if (!found.some((session) => session.session_id === id)) rows.delete(id);
   if (wanted.length !== place.children.length || wanted.some((row, i) => place.children[i] !== row)) {
     const focused = document.activeElement;
     place.replaceChildren(...wanted);
