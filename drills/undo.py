@@ -4,6 +4,7 @@ process or a file for another one that took its number or its name since."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -18,6 +19,8 @@ GROUP_S: Final = 20.0
 """For a killed control group to become empty: at once, save for processes inside an uninterruptible disk wait."""
 
 COMMAND_S: Final = 180.0
+
+MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 class UndoFailed(Exception):
@@ -167,5 +170,9 @@ def _started(pid: int) -> str:
 
 def _is_mount(path: str) -> bool:
     """By the kernel's own table: asking the path itself would hang with a file system that hangs."""
-    with Path("/proc/self/mountinfo").open() as table:
-        return any(line.split()[4] == path for line in table)
+    return os.fsencode(path) in {_unescaped(line.split()[4]) for line in MOUNTS.read_bytes().splitlines()}
+
+
+def _unescaped(word: bytes) -> bytes:
+    """The kernel writes blanks and backslashes as their numbers: \\040."""
+    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), word)

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.drills import journal as journal_module
+from kvferry.drills import undo as undo_module
 from kvferry.drills.journal import STATE_VARIABLE, Journal, clean_up_after_others
 from kvferry.drills.undo import (
     RemoveFile,
@@ -218,6 +219,20 @@ def test_undoing_in_vain_does_no_harm(tmp_path: Path) -> None:
         undo(how)
     with pytest.raises(UndoFailed, match="false"):
         undo(RunCommand(("false",)))
+
+
+def test_a_mount_is_known_whatever_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's table has blanks as numbers."""
+    place, asked = tmp_path / "my Fähre\\store", tmp_path / "asked"
+    word = str(place).replace("\\", r"\134").replace(" ", r"\040")
+    (tmp_path / "mountinfo").write_text(f"36 35 98:0 / {word} rw,noatime - tmpfs kvferry rw\n")
+    monkeypatch.setattr(undo_module, "MOUNTS", tmp_path / "mountinfo")
+    umount = tmp_path / "umount"
+    umount.write_text(f'#!/bin/sh\nprintf %s "$2" > "{asked}"\n')
+    umount.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    undo(Unmount(str(place)))
+    assert asked.read_text() == str(place)
 
 
 processes = st.builds(SignalProcess, st.integers(1, 1 << 22), st.text(), st.sampled_from([9, 15, 18]))
