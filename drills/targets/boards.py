@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -38,8 +39,11 @@ def why_not() -> str | None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"boards are made with {', '.join(missing)}, which is not installed"
-    if control_groups() is None:
+    root = control_groups()
+    if root is None:
         return "there are no control groups of version 2"
+    if not os.access(root, os.W_OK):  # as in most containers
+        return f"no control groups can be made in {root}"
     return None
 
 
@@ -130,7 +134,8 @@ class Boards:
     def left_behind(self) -> list[str]:
         """After the journal was undone."""
         for holder in self._holders.values():
-            holder.wait(10)
+            with suppress(subprocess.TimeoutExpired):  # then its control group is there as well, and told
+                holder.wait(HOLDER_S)
         left = [f"control group {self.group}"] if self.group.exists() else []
         until = time.monotonic() + 5
         while (

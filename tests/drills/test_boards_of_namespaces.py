@@ -14,6 +14,36 @@ from kvferry.drills.errors import DrillImpossible
 from kvferry.drills.journal import STATE_VARIABLE, Journal
 from kvferry.drills.targets import boards
 
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        (None, "there are no control groups of version 2"),
+        (Path("/nowhere"), "no control groups can be made in /nowhere"),
+    ],
+)
+def test_where_no_control_group_can_be_made_the_drill_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, folder: Path | None, reason: str
+) -> None:
+    """As in a container, which sees them and may not write there."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(boards.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(boards, "control_groups", lambda: folder)
+    assert boards.why_not() == reason
+
+
+def test_a_board_that_cannot_be_ended_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as holder:
+        made = boards.Boards.__new__(boards.Boards)
+        made.group, made._holders = tmp_path, {"node-1": holder}
+        monkeypatch.setattr(boards, "HOLDER_S", 0)
+        monkeypatch.setattr(boards, "_cables", list)
+        try:
+            assert made.left_behind() == [f"control group {tmp_path}"]
+        finally:
+            holder.kill()
+
+
 ECHO = """
 import socket
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
