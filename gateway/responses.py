@@ -110,6 +110,9 @@ async def _new_session(context: Context, asked: ResponseRequest, response_id: st
             409, f"{previous_id} is not complete yet; wait for it", code="response_in_progress",
             parameter="previous_response_id", retry_after_s=1.0,
         )  # fmt: skip
+    has = details.session.model
+    if asked.model and (model := await context.models.find(asked.model)) != has:
+        raise invalid(f"{previous_id} is of {has}, and what follows it cannot be of {model}", "model")
     return await context.client.session(previous_id).fork(response_id)
 
 

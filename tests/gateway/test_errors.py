@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Self
@@ -205,6 +206,32 @@ async def test_a_response_that_breaks_says_so_with_an_event_of_its_own_kind_and_
     assert before[-1].type == "response.output_text.delta"
     again = await client_of(Breaking()).responses.retrieve("resp_i", stream=True, starting_after=2)
     assert [event.sequence_number async for event in again] == list(range(3, len(before) + 1))
+
+
+class Going(Breaking):
+    """One with two models, of which the first one answered whatever is gone on from."""
+
+    async def models(self) -> list[ModelInfo]:
+        (first,) = await super().models()
+        return [first, dataclasses.replace(first, name="other")]
+
+    async def fork(self, session_id: str) -> Going:
+        del session_id
+        return self
+
+    async def __aiter__(self) -> AsyncGenerator[TurnEvent]:
+        yield Started(3, 0)
+        yield Finished(FinishReason.END, 3, 1, "A river.", 0.0, 0.0, 0.0, 1, tail_content="A river.")
+
+
+async def test_what_follows_a_response_is_of_its_model():
+    responses = client_of(Going()).responses
+    assert (await responses.create(model="m", input="x", previous_response_id="resp_p")).output_text == "A river."
+    with pytest.raises(openai.BadRequestError, match="resp_p is of m") as caught:
+        await responses.create(model="other", input="x", previous_response_id="resp_p")
+    assert caught.value.param == "model"
+    with pytest.raises(openai.NotFoundError, match="not another"):
+        await responses.create(model="another", input="x", previous_response_id="resp_p")
 
 
 async def test_paths_and_methods_that_are_not_there():
