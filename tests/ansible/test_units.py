@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,38 @@ def test_snapshots_are_signed_with_the_fleets_key_where_there_is_one(ansible: Pa
         loaded = settings.load({}, path)
         assert loaded.store_key_file == Path("/etc/kvferry/store.key")
         assert loaded.store_encrypted
+
+
+PLAYBOOK = shutil.which("ansible-playbook", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PLAYBOOK is None, reason="ansible is not installed (extra fleet)")
+@pytest.mark.parametrize("role", ["node", "coordinator"])
+def test_another_store_key_is_a_reason_to_start_anew_and_none_is_not(ansible: Path, tmp_path: Path, role: str) -> None:
+    """Else a board would take it up whenever it happens to start, and the others could not read what it saves."""
+    key = tmp_path / "the key"
+    told = {"gather_facts": False, "hosts": "localhost", "connection": "local"}
+    told |= {"vars_files": [str(ansible / f"roles/{role}/vars/main.yml")]}
+    told["tasks"] = [{"ansible.builtin.debug": {"msg": f"{{{{ {role}_parts[-1] }}}}"}}]
+    (tmp_path / "play.yml").write_text(json.dumps([told]))
+    assert PLAYBOOK is not None
+
+    def part(store_key: str) -> str:
+        given = BOARD | {"kvferry_store_key": store_key, "kvferry_config": "/etc/kvferry"}
+        argv = [PLAYBOOK, str(tmp_path / "play.yml"), "-e", json.dumps(given)]
+        environment = {**os.environ, "ANSIBLE_CALLBACK_RESULT_FORMAT": "json", "ANSIBLE_NOCOLOR": "1"}
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+        (line,) = (line for line in done.stdout.splitlines() if '"msg": ' in line)
+        return str(json.loads(f"{{{line}}}")["msg"])
+
+    assert part("") == ""
+    seen = set()
+    for content in (bytes(range(200, 232)), bytes(range(201, 233))):  # 32 bytes are rarely text
+        key.write_bytes(content)
+        seen.add(part(str(key)))
+    assert len(seen - {""}) == 2
 
 
 @pytest.mark.parametrize(
