@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import termios
@@ -19,7 +20,9 @@ from kvferry.client.top.view import view
 from kvferry.client.top.watch import Watch
 from kvferry.terminal.output import console, json_line, json_option
 
-_LEAVE = frozenset("qQ\x1b\x03")
+_LEAVE = frozenset(b"qQ\x03")
+_ESCAPE = b"\x1b"
+"""Alone; keys such as the arrows send it with more behind it."""
 
 
 @click.command(epilog="Example: kvferry top --once --json")
@@ -99,8 +102,9 @@ class _Keyboard:
         until = time.monotonic() + timeout_s
         while (left := until - time.monotonic()) > 0:
             if select.select([self._descriptor], [], [], left)[0]:
-                key = sys.stdin.read(1)
-                if not key or key in _LEAVE:
+                # not by sys.stdin, which would take more than it gives, and the rest would wait there for another key
+                keys = os.read(self._descriptor, 1024)
+                if not keys or keys == _ESCAPE or _LEAVE & set(keys):
                     return True
         return False
 

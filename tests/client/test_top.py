@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
+from kvferry.client.commands.top import _keys
 from kvferry.client.sdk import ClusterStatus, Finished, FinishReason, NodeInfo, NodeLost, NodeState, Placed, Token
 from kvferry.client.top.picture import Phase, Picture, Stream
 from kvferry.client.top.view import view
@@ -98,6 +99,18 @@ async def test_it_says_that_the_coordinator_went_away_and_goes_on_when_it_is_bac
     assert screen.seen.count("\x1b[?1049h") == screen.seen.count("\x1b[?1049l") == 1  # the screen is as it was
     assert screen.seen.count("\x1b[2J") <= 1  # nothing is wiped between two refreshes: no flicker
     assert "Traceback" not in screen.seen
+
+
+@pytest.mark.parametrize(
+    ("keys", "leaves"), [("q", True), ("xq", True), ("\x1b", True), ("x", False), ("\x1b[A", False)], ids=repr
+)
+def test_of_keys_that_come_at_once_none_is_missed(monkeypatch, keys, leaves):
+    ours, its = pty.openpty()
+    with os.fdopen(ours, "wb", 0) as keyboard, os.fdopen(its) as stdin, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", stdin)
+        with _keys() as wants_to_leave:
+            keyboard.write(keys.encode())
+            assert wants_to_leave(0.2 if not leaves else 20) is leaves
 
 
 async def test_once_and_json_are_for_programs(coordinator, env):
