@@ -13,6 +13,7 @@ from kvferry.client.sdk import wire
 from kvferry.client.sdk.access import Access, TokenSource
 from kvferry.client.sdk.connection import Connection
 from kvferry.client.sdk.filling import request_of
+from kvferry.client.sdk.fleet_wire import model_of, node_of, status_of
 from kvferry.client.sdk.forms import FREE, AnswerForm
 from kvferry.client.sdk.retry import OnOutage, Patience
 from kvferry.client.sdk.samples import AsyncSamples
@@ -139,12 +140,12 @@ class AsyncClient:
     async def models(self) -> list[ModelInfo]:
         """What the coordinator serves; the first one is that of sessions that name none."""
         response = await self._connection.ask(self._connection.stub.ListModels, chat_pb2.ListModelsRequest())
-        return [wire.model_of(model) for model in response.models]
+        return [model_of(model) for model in response.models]
 
     async def nodes(self) -> list[NodeInfo]:
         """The fleet as the coordinator sees it."""
         response = await self._connection.ask(self._connection.stub.ListNodes, chat_pb2.ListNodesRequest())
-        return [wire.node_of(node) for node in response.nodes]
+        return [node_of(node) for node in response.nodes]
 
     async def snapshots(self, *, max_prefixes: int = 0, below: str = "") -> StoredTree:
         """The store's contents as a tree of prefixes, from the roots or below one of them; 0: as many as is usual."""
@@ -155,7 +156,7 @@ class AsyncClient:
         """The coordinator and its fleet at a glance. `within_s`: how long that may take, in place of all patience."""
         request = chat_pb2.GetStatusRequest()
         response = await self._connection.ask(self._connection.stub.GetStatus, request, within_s=within_s)
-        return wire.status_of(response)
+        return status_of(response)
 
 
 class AsyncSession:

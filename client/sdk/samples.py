@@ -14,15 +14,10 @@ from kvferry.client.sdk.connection import Connection
 from kvferry.client.sdk.events import ConnectionLost, TurnEvent
 from kvferry.client.sdk.filling import request_of
 from kvferry.client.sdk.tracker import TurnTracker
-from kvferry.client.sdk.turn import Answer, Collected, outliving
+from kvferry.client.sdk.turn import Answer, Collected, EventCall, outliving
 from kvferry.client.sdk.turn_trace import TurnTrace
 from kvferry.client.sdk.wire import event_of
 from kvferry.proto.v1 import chat_pb2
-
-_Call = (
-    grpc.aio.UnaryStreamCall[chat_pb2.GenerateRequest, chat_pb2.GenerateResponse]
-    | grpc.aio.UnaryStreamCall[chat_pb2.ResumeRequest, chat_pb2.ResumeResponse]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +107,10 @@ class AsyncSamples:
             async for event in events:
                 yield event
 
-    def _generate(self, request: chat_pb2.GenerateRequest) -> _Call:
+    def _generate(self, request: chat_pb2.GenerateRequest) -> EventCall:
         return self._connection.stub.Generate(request, metadata=self._trace.headers)
 
-    def _resume(self) -> _Call:
+    def _resume(self) -> EventCall:
         return self._connection.stub.Resume(
             request_of(
                 chat_pb2.ResumeRequest,
@@ -126,7 +121,7 @@ class AsyncSamples:
             metadata=self._trace.headers,
         )
 
-    async def _read(self, call: _Call, *, repeats: bool) -> AsyncGenerator[SampleEvent]:
+    async def _read(self, call: EventCall, *, repeats: bool) -> AsyncGenerator[SampleEvent]:
         """``repeats``: the coordinator tells all from the beginning, whatever has come."""
         try:
             async for message in call:

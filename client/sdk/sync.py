@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar, Unpack
+from typing import Self, Unpack
 
 from kvferry.client.sdk.access import TokenSource
 from kvferry.client.sdk.aio import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncSession, new_uuid
 from kvferry.client.sdk.events import TurnEvent
 from kvferry.client.sdk.forms import FREE, AnswerForm
+from kvferry.client.sdk.loop_thread import LoopThread
 from kvferry.client.sdk.retry import OnOutage
 from kvferry.client.sdk.samples import AsyncSamples, SampleEvent
 from kvferry.client.sdk.stored import SessionPlaces, StoredTree
@@ -33,91 +31,6 @@ from kvferry.client.sdk.values import (
     TurnFields,
 )
 from kvferry.trust.bearer import Secret
-
-T = TypeVar("T")
-
-JOIN_S: Final = 10.0
-"""Closing a channel takes milliseconds; a loop that is still busy after this is abandoned with its daemon thread."""
-
-
-class _Call(Generic[T]):
-    """A coroutine that runs in the loop of another thread. An interrupt may come at any instruction of ours, also
-    between handing it over and knowing that it was."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        self.result: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._ended = threading.Event()
-        self._coroutine = coroutine
-        self._task: asyncio.Task[T] | None = None
-
-    def begin(self) -> None:
-        """In the loop."""
-        self._task = asyncio.get_running_loop().create_task(self._coroutine)
-        self._task.add_done_callback(self._tell)
-
-    def cancel(self) -> None:
-        """In the loop."""
-        if self._task is None:  # it was never handed over
-            self._coroutine.close()
-            self._ended.set()
-        else:
-            self._task.cancel()
-
-    def wait_ended(self) -> None:
-        """What was cancelled may have to be cleaned up before anything else is asked of the same stream."""
-        self._ended.wait(JOIN_S)
-
-    def _tell(self, task: asyncio.Task[T]) -> None:
-        if task.cancelled():
-            self.result.cancel()
-            self.result.set_running_or_notify_cancel()
-        elif (error := task.exception()) is not None:
-            self.result.set_exception(error)
-        else:
-            self.result.set_result(task.result())
-        self._ended.set()
-
-
-class _LoopThread:
-    """An event loop that other threads hand coroutines to."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry-client", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for the coroutine; an interrupt of the waiting thread cancels it."""
-        call = _Call(coroutine)
-        try:
-            self._loop.call_soon_threadsafe(call.begin)
-            return call.result.result()
-        except BaseException:
-            if not call.result.done():
-                self._loop.call_soon_threadsafe(call.cancel)
-                call.wait_ended()
-            raise
-
-    @property
-    def is_closed(self) -> bool:
-        return self._loop.is_closed()
-
-    def close(self) -> None:
-        self.run(_end_all_tasks())
-        self.run(self._loop.shutdown_asyncgens())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(JOIN_S)
-        if not self._thread.is_alive():
-            self._loop.close()
-
-
-async def _end_all_tasks() -> None:
-    """What a closed call leaves to be done is done: a task that the loop's end cuts off complains on standard error."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=JOIN_S)
 
 
 class Client:
@@ -143,7 +56,7 @@ class Client:
             token=token,
             insecure_plaintext=insecure_plaintext,
         )
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
 
     @property
     def address(self) -> str:
@@ -215,7 +128,7 @@ class Client:
 class Session:
     """AsyncSession without await."""
 
-    def __init__(self, loop: _LoopThread, session: AsyncSession) -> None:
+    def __init__(self, loop: LoopThread, session: AsyncSession) -> None:
         self._loop = loop
         self._async = session
 
@@ -325,7 +238,7 @@ class Session:
 class Samples:
     """AsyncSamples without await."""
 
-    def __init__(self, loop: _LoopThread, samples: AsyncSamples) -> None:
+    def __init__(self, loop: LoopThread, samples: AsyncSamples) -> None:
         self._loop = loop
         self._async = samples
 
@@ -359,7 +272,7 @@ class Samples:
 class Turn:
     """AsyncTurn without await."""
 
-    def __init__(self, loop: _LoopThread, turn: AsyncTurn) -> None:
+    def __init__(self, loop: LoopThread, turn: AsyncTurn) -> None:
         self._loop = loop
         self._async = turn
 

@@ -24,7 +24,7 @@ from kvferry.proto.v1 import chat_pb2
 
 T = TypeVar("T")
 
-_EventCall = (
+EventCall = (
     grpc.aio.UnaryStreamCall[chat_pb2.GenerateRequest, chat_pb2.GenerateResponse]
     | grpc.aio.UnaryStreamCall[chat_pb2.ResumeRequest, chat_pb2.ResumeResponse]
 )
@@ -200,11 +200,11 @@ class AsyncTurn:
                 async for event in events:
                     yield event
 
-    def _generate(self) -> _EventCall:
+    def _generate(self) -> EventCall:
         assert self._request is not None  # noqa: S101 - for mypy; _one_connection asked
         return self._connection.stub.Generate(self._request, metadata=self._trace.headers)
 
-    def _resume(self) -> _EventCall:
+    def _resume(self) -> EventCall:
         return self._connection.stub.Resume(
             request_of(
                 chat_pb2.ResumeRequest,
@@ -215,7 +215,7 @@ class AsyncTurn:
             metadata=self._trace.headers,
         )
 
-    async def _read(self, call: _EventCall) -> AsyncGenerator[TurnEvent]:
+    async def _read(self, call: EventCall) -> AsyncGenerator[TurnEvent]:
         try:
             async for message in call:
                 self._tracker.check_turn(message.event.turn_id)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.client.sdk.sync import _LoopThread
+from kvferry.client.sdk.loop_thread import LoopThread
 
 
 async def sleep_long() -> None:
@@ -22,7 +22,7 @@ async def n_others() -> int:
 @pytest.mark.parametrize("is_handed_over", [True, False])
 def test_an_interrupt_at_any_instruction_leaves_nothing_running(monkeypatch, is_handed_over):
     """Ctrl-C between handing a coroutine over and waiting for it: it must not run on beside what is asked next."""
-    thread = _LoopThread()
+    thread = LoopThread()
     hand_over = thread._loop.call_soon_threadsafe
     interrupts = [KeyboardInterrupt]
 
