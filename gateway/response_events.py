@@ -67,7 +67,6 @@ class ResponseStream:
     _n_prompt: int = 0
     _n_cached: int = 0
     _n_reasoning: int = 0
-    is_over: bool = False
 
     def push(self, event: TurnEvent) -> list[Json]:
         """What one event adds."""
@@ -177,7 +176,6 @@ class ResponseStream:
             self.base["incomplete_details"] = {"reason": "max_output_tokens"}
         if status == "failed":
             self.base["error"] = {"code": finished.error_code or "server_error", "message": finished.error}
-        self.is_over = True
         return [*events, self._response_event(TERMINAL_EVENT[status])]
 
     def _usage(self, finished: Finished) -> Json:
