@@ -20,6 +20,9 @@ from kvferry.drills.judge import AnswerRecord
 TEXT_CHARACTERS: Final = 700
 """Of the text that is asked about: a prompt of some 200 tokens, worth saving and quickly computed."""
 
+UNDISTURBED_S: Final = 600.0
+"""For one conversation: three long answers of a slow board."""
+
 
 def requests_of(number: int, n_turns: int, answer_tokens: int) -> list[TurnRequest]:
     """What conversation `number` says. Greedy with a penalty, so that answers are long, or drawn with a seed."""
@@ -177,7 +180,8 @@ class Stage:
 def hold_undisturbed(client: Client, plan: list[TurnRequest], tenant: str, number: int) -> Conversation:
     """The truth. A tenant of its own: none of its rows may help the disturbed conversation, nor the other way."""
     stage = Stage(client, [plan], tenant)
-    stage.end(time.monotonic() + 600)
+    if not stage.end(time.monotonic() + UNDISTURBED_S):
+        raise DrillImpossible(f"A conversation that nobody disturbs did not end within {UNDISTURBED_S:.0f} s.")
     conversation = stage.conversations[0]
     conversation.number = number
     if conversation.error:

@@ -1,11 +1,16 @@
-"""When what was struck is healed."""
+"""When what was struck is healed, and what is no truth to judge by."""
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from kvferry.drills import stage
+from kvferry.drills.errors import DrillImpossible
 from kvferry.drills.runner import _Director
 from kvferry.drills.scenarios import STORE, Disturbance, Injection, Limits, Scenario, Where
 
@@ -40,10 +45,10 @@ def told_by(injection: Injection) -> tuple[list[str], float]:
         inject=lambda number, what, parts: told.append(f"strike {what} {parts}") or time.monotonic(),
         heal=lambda what, parts: told.append(f"heal {what} {parts}"),
     )
-    stage: Any = ScriptedStage()
+    scripted: Any = ScriptedStage()
     scenario = Scenario(name="x", hypothesis="", proves="", injections=(injection,), limits=Limits(longest_pause_s=1))
     began = time.monotonic()
-    _Director(target, stage, lambda _line: None).run(scenario, began + 30)
+    _Director(target, scripted, lambda _line: None).run(scenario, began + 30)
     return told, time.monotonic() - began
 
 
@@ -54,3 +59,20 @@ def test_a_strike_lasts_for_its_time_or_until_an_answer_begins() -> None:
     assert (told, seconds < 10) == (both, True)
     told, seconds = told_by(Injection(what=what, where=where, turn=1, after_tokens=1, hold_s=0.2))
     assert (told, seconds >= 0.2) == (both, True)
+
+
+def test_a_truth_that_is_not_whole_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held against half an answer, the other half of the disturbed one would be a fault."""
+    enough = threading.Event()
+
+    def hang(**_: str) -> None:
+        enough.wait()
+        raise RuntimeError("the client is closed")
+
+    client: Any = SimpleNamespace(create_session=hang)
+    monkeypatch.setattr(stage, "UNDISTURBED_S", 0.0)
+    try:
+        with pytest.raises(DrillImpossible, match="did not end within 0 s"):
+            stage.hold_undisturbed(client, [], "truth", 0)
+    finally:
+        enough.set()
