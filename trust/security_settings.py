@@ -47,6 +47,14 @@ class Process:
         value = self.settings.get(name)
         return None if value in (None, "") else Path(str(value))
 
+    def why_no_address(self, name: str) -> str | None:
+        """What is wrong with a setting that should be one; None when it is, or is not given."""
+        try:
+            parse_address(str(self.settings.get(name, "localhost:0")), to_listen=True)
+        except ValueError as error:
+            return str(error)
+        return None
+
     def reaches_others(self, name: str) -> str | None:
         """HOST:PORT of a setting, if others than this machine reach it."""
         address = self.settings.get(name)
@@ -99,7 +107,9 @@ def _listener(process: Process) -> Iterator[Finding]:
     if process.role == "gateway":
         protected = process.is_on("https") or process.path("https_cert") is not None
         advice = "give https with tls_dir, or https_cert and https_key; or listen at 127.0.0.1 behind a proxy"
-    if address is None:
+    if (reason := process.why_no_address("listen")) is not None:
+        yield fail(check, reason, means="it does not start, and nothing is known about it", advice="give HOST:PORT")
+    elif address is None:
         yield ok(check, "on this machine only")
     elif protected:
         yield ok(check, f"at {address}, with certificates")

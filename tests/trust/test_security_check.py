@@ -46,6 +46,12 @@ def test_all_that_is_open_is_found(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", "0.0.0.0:gRPC"])
+def test_an_address_that_is_none_is_not_taken_for_a_closed_one(tmp_path: Path, address: str) -> None:
+    (tmp_path / "node.toml").write_text(f'listen = "{address}"\n')
+    assert found(tmp_path)["fail"] == {"node.toml: listens"}
+
+
 def test_a_fleet_that_is_closed_has_nothing_to_say(tmp_path: Path, tls) -> None:
     key, tokens = tmp_path / "store.key", tmp_path / "tokens.json"
     key.write_bytes(bytes(32))
