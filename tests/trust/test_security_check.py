@@ -46,7 +46,7 @@ def test_all_that_is_open_is_found(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "0.0.0.0:gRPC"])
+@pytest.mark.parametrize("address", ["10.0.0.1", "10.0.0.1:gRPC"])
 def test_an_address_that_is_none_is_not_taken_for_a_closed_one(tmp_path: Path, address: str) -> None:
     (tmp_path / "node.toml").write_text(f'listen = "{address}"\n')
     assert found(tmp_path)["fail"] == {"node.toml: listens"}
