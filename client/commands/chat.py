@@ -19,6 +19,7 @@ from kvferry.client.errors import (
     BadRequest,
     ClientError,
     InvalidMessage,
+    NotNow,
     SessionBusy,
     TurnFailed,
     Unavailable,
@@ -214,7 +215,7 @@ class Conversation:
             try:
                 if not self._obey(line.strip()):
                     return
-            except (BadRequest, SessionBusy, TurnFailed) as error:
+            except (BadRequest, NotNow, SessionBusy, TurnFailed) as error:
                 if not self._interactive:
                     raise
                 self._view.note(f"error: {error}")
