@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from kvferry.client.commands.options import connect, coordinator_option
+from kvferry.client.errors import UnknownTurn
 from kvferry.client.sdk import Candidate, Placed
 from kvferry.terminal.completing import completes
 from kvferry.terminal.output import json_option, print_json, print_table
@@ -28,11 +29,13 @@ def route(session_id: str, turn_id: str | None, coordinator: str, as_json: bool)
     with connect(coordinator) as client:
         turns = client.session(session_id).details().turns
     shown = [turn for turn in turns if turn_id in {None, turn.turn_id}]
+    if turn_id is not None and not shown:
+        raise UnknownTurn(f"session {session_id} has no turn {turn_id}")
     if as_json:
         print_json([{"turn_id": turn.turn_id, "placements": turn.placements} for turn in shown])
         return
     if not shown:
-        say("No such turn." if turn_id else "No turns yet.")
+        say("No turns yet.")
     for turn in shown:
         say(f"turn {turn.turn_id}, {turn.n_prompt_tokens} tokens of prompt")
         for placed in turn.placements:

@@ -272,6 +272,13 @@ async def test_an_address_that_is_none_is_one_sentence(address, command):
     assert (code, err.startswith(f"error: The coordinator's address {address!r} "), err.count("\n")) == (1, True, 1)
 
 
+async def test_a_turn_that_is_not_there_cannot_be_explained(coordinator, env):
+    coordinator.sessions["s"] = chat_pb2.Session(session_id="s")
+    for form in ([], ["--json"]):
+        said = await kvferry("route", "--explain", "s", "--turn", "x", *form, **env)
+        assert said == (1, "", "error: session s has no turn x\n")
+
+
 async def test_chat_goes_on_with_a_session_that_exists(coordinator, env):
     coordinator.echo_turn_id = True
     coordinator.scripts = [[started(), *tokens(0, 1), finished(1)]] * 2
