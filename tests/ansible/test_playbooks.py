@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from .fleet import ansible_playbook
+
 ROLES = ["kvferry", "base", "store", "program", "certs", "etcd", "coordinator", "node", "gateway", "monitoring"]
 
 
@@ -105,6 +107,25 @@ def test_what_is_exported_is_so_no_more_after_uninstalling(ansible: Path) -> Non
     told = tasks["Export the snapshots no more"]
     assert (told["ansible.builtin.command"]["cmd"], exports in told["when"]) == ("exportfs -ra", True)
     assert list(tasks).index("Export the snapshots no more") > list(tasks).index("Remove what was installed")
+
+
+PLAYBOOK = ansible_playbook()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PLAYBOOK is None, reason="ansible is not installed (extra fleet)")
+def test_going_back_when_no_board_answers_says_so(ansible: Path, tmp_path: Path) -> None:
+    hosts = {"coordinators": {"hosts": {"desk": None}}, "nodes": {"hosts": {"board1": None}}}
+    nobody = {"ansible_host": "127.0.0.1", "ansible_port": 1, "ansible_become": False}
+    (tmp_path / "inventory.yml").write_text(yaml.safe_dump(hosts | {"all": {"vars": nobody}}))
+    assert PLAYBOOK is not None
+    done = subprocess.run(
+        [PLAYBOOK, "-i", str(tmp_path / "inventory.yml"), "rollback.yml"], cwd=ansible,
+        env={**os.environ, "ANSIBLE_NOCOLOR": "1"}, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "desk, board1 did not answer and keep what they have" in " ".join(done.stdout.split())
+    assert "No board answered, so nothing was taken back" in " ".join(done.stdout.split())
 
 
 def test_no_key_is_fetched_from_a_board_or_sent_to_one(ansible: Path) -> None:

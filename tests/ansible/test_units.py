@@ -7,7 +7,6 @@ import os
 import posixpath
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from kvferry.coordinator.config import CoordinatorSettings
 from kvferry.gateway.config import GatewayConfig
 from kvferry.node.config import NodeConfig
 from kvferry.store.place import StorePlace
+
+from .fleet import ansible_playbook
 
 SYSTEMD = shutil.which("systemd-analyze")
 needs_systemd = pytest.mark.skipif(SYSTEMD is None, reason="systemd-analyze is not installed (package systemd)")
@@ -199,7 +200,7 @@ def test_snapshots_are_signed_with_the_fleets_key_where_there_is_one(ansible: Pa
         assert loaded.store_encrypted
 
 
-PLAYBOOK = shutil.which("ansible-playbook", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+PLAYBOOK = ansible_playbook()
 
 
 @pytest.mark.slow
