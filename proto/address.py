@@ -12,7 +12,7 @@ from typing import Final
 
 MAX_PORT: Final = 65_535
 
-_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.%a-z]+\]|[^:\[\]\s]+):([^:]*)")
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.%a-z]+\]|[^:/\[\]\s]+):([^:]*)")
 
 
 def parse_address(value: str, *, to_listen: bool = False) -> tuple[str, int]:

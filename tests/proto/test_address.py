@@ -31,6 +31,8 @@ def test_an_address_is_its_host_and_its_port(text: str, parsed: tuple[str, int])
         (":7070", "is not HOST:PORT"),
         ("::1:7070", "is not HOST:PORT"),
         ("a b:1", "is not HOST:PORT"),
+        ("http://h:1", "is not HOST:PORT"),
+        ("h/v1:1", "is not HOST:PORT"),
         ("h", "is not HOST:PORT"),
     ],
 )
