@@ -65,6 +65,19 @@ def test_a_name_that_cannot_be_fetched(monkeypatch):
         ensure_model("./smollm9")
 
 
+def test_a_slow_line_takes_its_time_and_a_disk_that_does_not_answer_is_one_sentence(monkeypatch):
+    def run(argv, timeout=None, **_):
+        if timeout is not None and argv[4] != "list":
+            raise subprocess.TimeoutExpired(argv, timeout)
+        return subprocess.CompletedProcess(argv, 0 if argv[4] in {"list", "fetch"} else 3, "[]", "")
+
+    monkeypatch.setattr(drills_model.subprocess, "run", run)
+    with pytest.raises(ModelUnavailable, match="does the disk answer"):
+        ensure_model("smollm9")
+    monkeypatch.setattr(drills_model, "_kvferry", lambda *a: subprocess.CompletedProcess(a, 3, "[]", "error: no"))
+    ensure_model("smollm9")
+
+
 @pytest.mark.parametrize(
     ("model", "yes"),
     [("smollm2-135m", False), ("ORG/NAME", False), ("/x", True), ("./x", True), ("~/x", True), ("x.gguf", True)],
