@@ -16,11 +16,8 @@ from kvferry.client.commands.options import connect, coordinator_option, tell_ou
 from kvferry.client.commands.sessions import print_sessions
 from kvferry.client.commands.turn_view import JsonView, TextView, TurnView, call_text
 from kvferry.client.errors import (
-    BadRequest,
     ClientError,
     InvalidMessage,
-    NotNow,
-    SessionBusy,
     TurnFailed,
     Unavailable,
     UnknownSession,
@@ -206,7 +203,7 @@ class Conversation:
         self._images += images
 
     def talk(self, lines: Iterator[str]) -> None:
-        """Until the lines end or /quit. A person whose message is refused may try another; a script ends there."""
+        """Until the lines end or /quit. A person whom something is refused may try another; a script ends there."""
         if self._interactive:
             self._view.note(HELP_TEXT)
         for line in lines:
@@ -215,7 +212,7 @@ class Conversation:
             try:
                 if not self._obey(line.strip()):
                     return
-            except (BadRequest, NotNow, SessionBusy, TurnFailed) as error:
+            except ClientError as error:
                 if not self._interactive:
                     raise
                 self._view.note(f"error: {error}")

@@ -38,7 +38,10 @@ def talk(address: str, lines: Sequence[str], *, interactive: bool = True) -> lis
     return view.told
 
 
-@pytest.mark.parametrize("code", ["rate_limited", "too_many_turns", "queue_full", "no_node", "prompt_too_long"])
+@pytest.mark.parametrize(
+    "code",
+    ["rate_limited", "too_many_turns", "queue_full", "no_node", "prompt_too_long", "unknown_session", "unknown_turn"],
+)
 async def test_a_person_whose_message_is_refused_may_say_it_again(coordinator: ScriptedCoordinator, code):
     coordinator.echo_turn_id = True
     coordinator.scripts = [[Refuse(code)], [started(), finished(0)]]
