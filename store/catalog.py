@@ -237,8 +237,9 @@ class Catalog:
             raise
         return True
 
-    def refresh(self) -> RefreshReport:
-        """Lists the directory: takes in new names, forgets those that are gone. Opens only what it has not seen.
+    def refresh(self, taken: str = "") -> RefreshReport:
+        """Lists the directory: takes in new names, forgets those that are gone, but for one that was ``taken`` away by
+        the caller. Opens only what it has not seen.
 
         Raises StoreUnavailable when the directory cannot be listed; a single file that cannot be read is reported,
         not raised.
@@ -250,7 +251,7 @@ class Catalog:
         outcome: dict[str, list[str]] = {"added": [], "refused": [], "unreadable": []}
         for name in sorted(listed - known):
             outcome[self._meet(name)].append(name)
-        removed = [name for name in sorted(known - listed) if self._is_gone(name)]
+        removed = [name for name in sorted(known - listed - {taken}) if self._is_gone(name)]
         for name in removed:
             self.forget(name)
         return RefreshReport(

@@ -75,7 +75,7 @@ class StoreDirectory:
     def identity(self, name: str) -> Identity | None:
         """What the name stands for at present, asked by the exact name (listings of network file systems are stale)."""
         status = self._status(self.file(name))
-        return None if status is None else Identity(status.st_ino, status.st_size, status.st_mtime_ns)
+        return None if status is None else _identity(status)
 
     @contextmanager
     def temp(self, target: str, reserved_bytes: int) -> Iterator[TempFile]:
@@ -137,12 +137,8 @@ class StoreDirectory:
 
     def throw_away(self, name: str) -> None:
         """Moves a snapshot to the trash, where whoever is reading it can finish. A vanished one is no error."""
-        target = self._trash / names.trash_name(name, self._unique())
         try:
-            with os_errors_mapped("move to trash", self.file(name)):
-                if not self._rename(self.file(name), target):
-                    self.make()
-                    self._rename(self.file(name), target)
+            self._move_to_trash(name, self._trash / names.trash_name(name, self._unique()))
         except StoreFull:  # the trash folder itself has no room for another entry
             self.delete(name)
 
@@ -181,6 +177,48 @@ class StoreDirectory:
     def delete(self, name: str) -> None:
         """Unlinks a snapshot at once. A vanished one is no error."""
         self._unlink(self.file(name))
+
+    def delete_unless(self, name: str, is_needed: Callable[[Identity], bool]) -> bool:
+        """Unlinks a snapshot, but takes it out of everybody's reach first, and then asks: False when it is needed.
+
+        There are no locks. Who used it or continued it before is seen by ``is_needed``, which is given the file as it
+        is by now. Who wants to after that finds it gone; whose continuation is half written saves an orphan. What is
+        needed has its name again, unless it was saved anew meanwhile. Where a rename is a copy, it is unlinked at once.
+        Raises StoreUnavailable, and what ``is_needed`` raises; then it is as it was.
+        """
+        if not self.fs.has_renames:
+            self.delete(name)
+            return True
+        trashed = self._trash / names.trash_name(name, self._unique())
+        try:
+            if not self._move_to_trash(name, trashed):
+                return True
+        except StoreFull:  # the trash folder itself has no room for another entry
+            self.delete(name)
+            return True
+        needed = True
+        try:
+            status = self._status(trashed)
+            needed = status is not None and is_needed(_identity(status))
+        finally:
+            if needed:
+                self._put_back(trashed, name)
+        self._unlink(trashed)
+        return not needed
+
+    def _move_to_trash(self, name: str, trashed: Path) -> bool:
+        """False for what has vanished."""
+        with os_errors_mapped("move to trash", self.file(name)):
+            if self._rename(self.file(name), trashed):
+                return True
+            self.make()
+            return self._rename(self.file(name), trashed)
+
+    def _put_back(self, trashed: Path, name: str) -> None:
+        """What another node saved under the name since stays; what comes in between is the same, and is replaced."""
+        if self._status(self.file(name)) is None:
+            with os_errors_mapped("put back", self.file(name)):
+                self._rename(trashed, self.file(name))
 
     def purge(self, trashed_name: str) -> None:
         """Unlinks an entry of the trash. A vanished one is no error."""
@@ -253,3 +291,7 @@ class StoreDirectory:
     def _unlink(self, path: Path) -> None:
         with os_errors_mapped("remove", path), suppress(FileNotFoundError):
             self.fs.unlink(str(path))
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return Identity(status.st_ino, status.st_size, status.st_mtime_ns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -146,12 +146,17 @@ class Evictor:
             self._n_evicted -= len(gone)
         return len(gone)
 
-    def remove(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Deletes files at once and for good, but for those that are in use here; returns what went."""
-        gone = self._carry_out(RoomPlan(delete=tuple(names)))
-        with self._lock:
-            self._n_evicted -= len(gone)
-        return tuple(gone)
+    def remove(self, name: str, is_continued: Callable[[], bool]) -> bool:
+        """Deletes a file of this folder at once and for good; False when it is in use here, or continued by now.
+
+        It is asked before it is taken away, and once more after (directory.py).
+        """
+        with self._pins.condemn(self._path(name)) as free:
+            if not free or is_continued() or not self._directory.delete_unless(name, lambda _: is_continued()):
+                return False
+            self._catalog.forget(name)
+        _log.info("removed %s", self._directory.file(name))
+        return True
 
     def _carry_out(self, plan: RoomPlan) -> list[str]:
         """Removes what the plan says but for what has been pinned since; returns the snapshots that went."""

@@ -80,6 +80,10 @@ class FaultyFileSystem:
     def read_bytes(self) -> int:
         return self._inner.read_bytes
 
+    @property
+    def has_renames(self) -> bool:
+        return self._inner.has_renames
+
     def _do(self, call: str, action: Callable[[], T]) -> T:
         self.calls.append(call)
         if self._on_call is not None:

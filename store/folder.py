@@ -136,11 +136,20 @@ def look(fs: FileSystem, folder: Path, terms: Terms, on_files: Callable[[int], N
     return out
 
 
-def look_again(fs: FileSystem, folder: Folder, terms: Terms, on_files: Callable[[int], None] = lambda _: None) -> None:
-    """Lists the names, opens what is new and forgets what is gone. Otherwise as ``look``."""
+def look_again(
+    fs: FileSystem,
+    folder: Folder,
+    terms: Terms,
+    on_files: Callable[[int], None] = lambda _: None,
+    taken: frozenset[str] = frozenset(),
+) -> None:
+    """Lists the names, opens what is new and forgets what is gone, but for what we have ``taken`` ourselves.
+
+    Otherwise as ``look``.
+    """
     with os_errors_mapped("list", folder.path):
         found = {name for name in fs.names(str(folder.path)) if names.is_snapshot(name)}
-    for name in folder.files.keys() - found:
+    for name in folder.files.keys() - found - taken:
         folder.forget(name)
     for name in sorted(found - folder.files.keys()):
         view = _view(fs, folder.path / name, terms, folder)

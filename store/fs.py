@@ -43,6 +43,10 @@ class FileSystem(Protocol):
     def has_descriptors(self) -> bool:
         """Whether ``open_read`` gives descriptors that others may read from on their own."""
 
+    @property
+    def has_renames(self) -> bool:
+        """Whether ``rename`` is one step, after which the file is the same one with the same times."""
+
     def open_read(self, path: str) -> int:
         """Opens an existing file, never through a symbolic link; never waits."""
 
@@ -101,6 +105,7 @@ class PosixFileSystem:
 
     read_bytes = 2 << 20
     has_descriptors = True
+    has_renames = True
 
     def open_read(self, path: str) -> int:
         return os.open(path, READ_FLAGS)

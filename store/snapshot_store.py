@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -372,12 +373,13 @@ class SnapshotStore:
         """
         self._must_write("remove")
         self.refresh()
-        gone: list[str] = []
-        for name in self._catalog.only_of(np.asarray(token_ids, np.int32), spans, n_shared):
-            self.refresh()  # another node may have continued it
-            if not self._catalog.children(name):
-                gone += self._evictor.remove([name])
-        return tuple(gone)
+        going = self._catalog.only_of(np.asarray(token_ids, np.int32), spans, n_shared)
+        return tuple(name for name in going if self._evictor.remove(name, partial(self._is_continued, name)))
+
+    def _is_continued(self, name: str) -> bool:
+        """By another node, perhaps, as of now; also when it was just taken away."""
+        self._catalog.refresh(taken=name)
+        return bool(self._catalog.children(name))
 
     # --- reporting
 

@@ -39,6 +39,7 @@ class ObjectFileSystem:
     """Thread-safe, as the operating system is."""
 
     has_descriptors = False
+    has_renames = False
     read_bytes = 4 << 20  # a call is a request, and the way there takes longer than a MiB does
 
     def __init__(self, objects: Objects) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 from uuid import uuid4
@@ -16,6 +17,7 @@ from kvferry.store.directory import StoreDirectory
 from kvferry.store.errors import StoreError, StoreMisuse
 from kvferry.store.folder import Folder
 from kvferry.store.geometry import TokenIds
+from kvferry.store.reader import Identity
 from kvferry.store.vlkv3 import ContentSpan
 from kvferry.terminal.output import json_option, print_json
 from kvferry.terminal.words import say
@@ -61,12 +63,17 @@ def remove(store: OpenStore, choose: Choose, *, quiet: bool) -> list[Path]:
                     break
                 if folder.chains.children(victim):  # saved since, or still there
                     continue
-                directory.delete(victim)
-                folder.forget(victim)
-                gone.append(path / victim)
+                if directory.delete_unless(victim, partial(_is_continued, store, folder, victim)):
+                    folder.forget(victim)
+                    gone.append(path / victim)
         except StoreError as error:  # read-only, or another's: the other folders may not be
             store.troubles.append(str(error))
     return gone
+
+
+def _is_continued(store: OpenStore, folder: Folder, taken: str, _now: Identity) -> bool:
+    """Or may be, for all that can be read."""
+    return not store.is_still_whole(folder, taken) or bool(folder.chains.children(taken))
 
 
 def print_removed(store: OpenStore, gone: Sequence[Path], *, as_json: bool) -> NoReturn:

@@ -110,15 +110,18 @@ class OpenStore:
             else:
                 yield found
 
-    def is_still_whole(self, folder: Folder) -> bool:
-        """Looks again, right before something in the folder is removed: others save meanwhile.
+    def is_still_whole(self, folder: Folder, *taken: str) -> bool:
+        """Looks again, right before something in the folder is removed, and when it was ``taken`` away: others save
+        meanwhile.
 
         False, and a trouble, when a file in it cannot be read: nobody knows what that one continues. Raises
         StoreUnavailable.
         """
-        look_again(self.fs, folder, self.terms(None, folder.path))
+        look_again(self.fs, folder, self.terms(None, folder.path), taken=frozenset(taken))
         if unreadable := folder.unreadable():
-            self.troubles.append(f"no segment is removed while {folder.path / unreadable[0]} cannot be read")
+            trouble = f"no segment is removed while {folder.path / unreadable[0]} cannot be read"
+            if trouble not in self.troubles:
+                self.troubles.append(trouble)
         return not unreadable
 
     def finish(self, exit_code: int = 0) -> NoReturn:

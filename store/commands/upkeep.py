@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from uuid import uuid4
 
 import click
@@ -13,6 +14,7 @@ from kvferry.store.commands.shared import OpenStore, operator_id, store_argument
 from kvferry.store.directory import FOREIGN_TEMP_S, NS_PER_S, TRASH_GRACE_S, StoreDirectory
 from kvferry.store.errors import StoreError
 from kvferry.store.folder import FileView, Folder
+from kvferry.store.reader import Identity
 from kvferry.terminal.output import console, json_option, print_json
 from kvferry.terminal.words import say
 
@@ -51,13 +53,21 @@ def _remove_old_orphans(store: OpenStore, folder: Folder, directory: StoreDirect
     """Each only if it still waits, and has not been saved again, when it is its turn."""
     n_gone = 0
     old_ns = directory.now_ns() - FOREIGN_TEMP_S * NS_PER_S
+
+    def is_needed(name: str, now: Identity) -> bool:
+        return name not in folder.chains.orphans() or now.mtime_ns >= old_ns
+
+    def is_needed_though_taken(name: str, now: Identity) -> bool:
+        return not store.is_still_whole(folder, name) or is_needed(name, now)
+
     waiting = [name for name in folder.chains.orphans() if folder.files[name].mtime_s * NS_PER_S < old_ns]
     for name in sorted(waiting, key=lambda name: -folder.files[name].start):  # what continues others comes first
         if not store.is_still_whole(folder):  # what seems to wait may continue what cannot be read
             break
         identity = directory.identity(name)
-        if name in folder.chains.orphans() and identity is not None and identity.mtime_ns < old_ns:
-            directory.delete(name)
+        if identity is None or is_needed(name, identity):
+            continue
+        if directory.delete_unless(name, partial(is_needed_though_taken, name)):
             folder.forget(name)
             n_gone += 1
     return n_gone

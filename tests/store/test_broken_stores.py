@@ -256,7 +256,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_the_others_are_cleaned(
     other = tmp_path / "store" / "aaaa"
     shutil.copytree(store.path, other)
     for path in (*other.glob("*.kv"), *store.path.glob("*.kv")):
-        failing("unlink", path, errno.EROFS) if path.parent == other else os.utime(path, (1, 1))
+        failing("rename", path, errno.EROFS) if path.parent == other else os.utime(path, (1, 1))
     result = run("rm", tmp_path / "store", "--tokens", ",".join(map(str, IDS)), "--json")
     assert result.exit_code == UNREADABLE
     assert len(json.loads(result.stdout)["removed"]) == 2, result.output

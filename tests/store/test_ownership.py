@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry.store.directory import StoreDirectory
+from kvferry.store.errors import StoreUnavailable
 from kvferry.store.geometry import KvGeometry
 from kvferry.store.memory_rows import MemoryRows
 from kvferry.store.snapshot_store import SnapshotStore
@@ -58,16 +61,67 @@ def test_what_a_fork_continues_stays_until_the_fork_goes_too(store: SnapshotStor
 
 
 def test_what_is_continued_while_it_goes_stays(store: SnapshotStore, tmp_path: Path, monkeypatch) -> None:
-    delete = StoreDirectory.delete
+    delete = StoreDirectory.delete_unless
 
-    def delete_while_another_saves(directory: StoreDirectory, name: str) -> None:
-        delete(directory, name)
+    def delete_while_another_saves(directory: StoreDirectory, *what: Any) -> bool:
+        is_gone = delete(directory, *what)
         open_store(tmp_path, "node-2").publish(np.concatenate([IDS[:130], np.full(20, 901, np.int32)]), ROWS)
+        return is_gone
 
-    monkeypatch.setattr(StoreDirectory, "delete", delete_while_another_saves)
+    monkeypatch.setattr(StoreDirectory, "delete_unless", delete_while_another_saves)
     assert len(store.remove(IDS)) == 1
     assert starts(store) == [0, 80, 130]
     assert store.statistics().n_orphans == 0
+
+
+def test_what_is_continued_as_it_goes_gets_its_name_back(store: SnapshotStore, tmp_path: Path, monkeypatch) -> None:
+    take = StoreDirectory._move_to_trash
+
+    def take_after_another_saves(directory: StoreDirectory, *what: Any) -> bool:
+        longer = np.concatenate([IDS, np.full(20, 901, np.int32)])
+        open_store(tmp_path, "node-2").publish(longer, MemoryRows.empty(GEOMETRY, 220))
+        return take(directory, *what)
+
+    monkeypatch.setattr(StoreDirectory, "_move_to_trash", take_after_another_saves)
+    assert store.remove(IDS) == ()
+    assert starts(store) == [0, 80, 130, 200]
+    assert store.statistics().n_orphans == 0
+
+
+@pytest.fixture
+def directory(store: SnapshotStore) -> StoreDirectory:
+    return store._directory
+
+
+@pytest.fixture
+def victim(store: SnapshotStore) -> str:
+    return store.find(IDS).name
+
+
+def test_what_was_saved_anew_while_it_was_away_stays_as_it_is(directory: StoreDirectory, victim: str) -> None:
+    data = directory.file(victim).read_bytes()
+
+    def is_saved_anew(_: object) -> bool:
+        assert not directory.file(victim).exists()
+        directory.file(victim).write_bytes(data)
+        os.utime(directory.file(victim), (7, 7))
+        return True
+
+    assert not directory.delete_unless(victim, is_saved_anew)
+    assert directory.file(victim).stat().st_mtime == 7
+    assert not list((directory.path / "trash").iterdir())
+
+
+def test_a_look_that_fails_leaves_the_file_as_it_was(directory: StoreDirectory, victim: str) -> None:
+    before = directory.identity(victim)
+
+    def fail(_: object) -> bool:
+        raise StoreUnavailable("the store hangs", op="list", path=directory.path)
+
+    with pytest.raises(StoreUnavailable, match="hangs"):
+        directory.delete_unless(victim, fail)
+    assert directory.identity(victim) == before
+    assert directory.delete_unless("kv3_" + "0" * 32 + ".kv", fail)  # gone already: nothing to look for
 
 
 @pytest.mark.parametrize(("n_shared", "left"), [(0, []), (1, [0]), (80, [0]), (81, [0, 80]), (200, [0, 80, 130])])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,6 +212,44 @@ def test_gc_keeps_an_orphan_that_was_used_while_it_looked(store, tmp_path: Path,
     assert (store.path / last).exists()
 
 
+def before_it_is_taken(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """What another party does between our last look at a file and its going."""
+    take = StoreDirectory._move_to_trash
+
+    def be_overtaken(directory: StoreDirectory, *what: Any) -> bool:
+        act()
+        return take(directory, *what)
+
+    monkeypatch.setattr(StoreDirectory, "_move_to_trash", be_overtaken)
+
+
+@pytest.mark.parametrize("what", ["it is used", "its parent comes back"])
+def test_gc_puts_an_orphan_back_that_was_needed_as_it_went(store, tmp_path: Path, monkeypatch, what: str) -> None:
+    first, *_, last = names(store)
+    (store.path / first).rename(tmp_path / "aside")
+    os.utime(store.path / last, (1, 1))
+    before_it_is_taken(
+        monkeypatch,
+        lambda: (
+            os.utime(store.path / last) if what == "it is used" else (tmp_path / "aside").rename(store.path / first)
+        ),
+    )
+    assert facts("gc", tmp_path)["orphans"] == 0
+    assert (store.path / last).exists()
+    assert not list((store.path / "trash").iterdir())
+
+
+def test_rm_puts_back_what_a_node_continued_as_it_went(store, tmp_path: Path, monkeypatch) -> None:
+    n_before = len(names(store))
+    other, rows = np.concatenate([IDS, np.full(20, 901, np.int32)]), np.zeros((2, 220, 16), np.float32)
+    node = open_store(tmp_path)
+    before_it_is_taken(monkeypatch, lambda: node.publish(other, MemoryRows(rows, rows)))
+    assert facts("rm", tmp_path, "--tokens", ",".join(map(str, IDS)))["removed"] == []
+    assert len(names(store)) == n_before + 1
+    assert open_store(tmp_path).statistics().n_orphans == 0
+    assert not list((store.path / "trash").iterdir())
+
+
 def test_du_shows_what_sharing_saves(store: SnapshotStore, tmp_path: Path) -> None:
     (row,) = facts("du", tmp_path)
     assert (row["model"], row["version"], row["rows"], row["n_files"]) == ("feed", 3, "F32", 4)
@@ -232,21 +272,22 @@ def test_rm_removes_a_conversation_and_leaves_what_others_share(store: SnapshotS
 def test_rm_keeps_what_a_node_continued_while_it_looked(store, tmp_path: Path, monkeypatch, n_before) -> None:
     """Before it deletes anything, and between two deletions."""
     first, _, middle, last = names(store)
-    delete, is_still_whole = StoreDirectory.delete, OpenStore.is_still_whole
+    delete, is_still_whole = StoreDirectory.delete_unless, OpenStore.is_still_whole
     n_deleted: list[str] = []
 
-    def delete_and_count(directory: StoreDirectory, name: str) -> None:
+    def delete_and_count(directory: StoreDirectory, name: str, is_needed: Any) -> bool:
+        is_gone = delete(directory, name, is_needed)
         n_deleted.append(name)
-        delete(directory, name)
+        return is_gone
 
-    def look_after_a_save(opened: OpenStore, folder: Folder) -> bool:
-        if len(n_deleted) == n_before:
+    def look_after_a_save(opened: OpenStore, folder: Folder, *taken: str) -> bool:
+        if len(n_deleted) == n_before and not taken:
             other = np.concatenate([IDS[: 200 if n_before == 0 else 130], np.full(20, 901, np.int32)])
             rows = np.zeros((2, 220, 16), np.float32)
             open_store(tmp_path).publish(other, MemoryRows(rows, rows))
-        return is_still_whole(opened, folder)
+        return is_still_whole(opened, folder, *taken)
 
-    monkeypatch.setattr(StoreDirectory, "delete", delete_and_count)
+    monkeypatch.setattr(StoreDirectory, "delete_unless", delete_and_count)
     monkeypatch.setattr(OpenStore, "is_still_whole", look_after_a_save)
     removed = facts("rm", tmp_path, "--tokens", ",".join(map(str, IDS)))["removed"]
     assert removed == ([] if n_before == 0 else [str(store.path / last)])
