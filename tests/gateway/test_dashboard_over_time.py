@@ -60,7 +60,7 @@ class Gateway:
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Any]:
-    with browsing(expected="503") as page:
+    with browsing(expected="Failed to load resource") as page:
         page.clock.install()
         yield page
 
@@ -130,3 +130,16 @@ def test_another_conversation_begins_when_the_answer_to_this_one_has_ended(gatew
     (route,) = gateway.held
     route.fulfill(body="", content_type="text/event-stream")
     page.wait_for_selector("#afresh:not([disabled])")
+
+
+def test_an_answer_that_never_came_is_not_awaited(gateway):
+    page = gateway.page
+    page.goto("http://gateway/#chat")
+    page.fill("#words", "A river?")
+    page.press("#words", "Enter")
+    page.wait_for_selector(".assistant[aria-busy=true]")
+    (route,) = gateway.held
+    route.abort()
+    page.wait_for_selector("#talk .bad")
+    assert page.locator("#talk .bad").inner_text() == "The gateway does not answer."
+    assert page.locator("[aria-busy=true]").count() == 0

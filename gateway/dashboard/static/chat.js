@@ -1,5 +1,5 @@
 // A conversation, and the button that shows what all this is for.
-import { byId, credentials, events, ferry, make, many, seconds } from "/assets/dom.js";
+import { byId, complaint, credentials, events, ferry, make, many, seconds } from "/assets/dom.js";
 import { cluster, colourOf, killNode, on, turns } from "/assets/live.js";
 import { drawWay } from "/assets/way.js";
 
@@ -99,14 +99,14 @@ async function send(text) {
   tell(text, "user");
   const answer = new Answer();
   const headers = { "content-type": "application/json", ...credentials() };
-  const response = await fetch("/dashboard/chat", { method: "POST", headers, body: JSON.stringify({ text, session_id: session }) });
-  if (!response.ok) {
-    answer.element.remove();
-    if (response.status === 401 || response.status === 403) byId("access").open = true;
-    tell((await response.json()).error.message, "news bad");
-    return;
-  }
   try {
+    const response = await fetch("/dashboard/chat", { method: "POST", headers, body: JSON.stringify({ text, session_id: session }) });
+    if (!response.ok) {
+      answer.element.remove();
+      if (response.status === 401 || response.status === 403) byId("access").open = true;
+      tell((await response.json()).error.message, "news bad");
+      return;
+    }
     for await (const event of events(response)) {
       const atEnd = innerHeight + scrollY > document.body.scrollHeight - 160;
       show(event, answer);
@@ -128,7 +128,7 @@ async function submit(text) {
   try {
     await send(text);
   } catch (error) {
-    tell(error.message, "news bad");
+    tell(complaint(error), "news bad");
   } finally {
     mayAsk(true);
     killAfter = 0;
@@ -136,7 +136,7 @@ async function submit(text) {
   }
 }
 
-const kill = () => node && killNode(node).catch((error) => tell(error.message, "news bad"));
+const kill = () => node && killNode(node).catch((error) => tell(complaint(error), "news bad"));
 
 // What it is all for, without a further click.
 export function showMe() {

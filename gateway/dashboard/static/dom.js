@@ -33,6 +33,9 @@ export async function ask(path, options) {
   return body;
 }
 
+// What went wrong; a TypeError is fetch's, whose words differ from browser to browser.
+export const complaint = (error) => (error instanceof TypeError ? "The gateway does not answer." : error.message);
+
 // Each event of a stream.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,5 +1,5 @@
 // What is known of the cluster at the moment, and who wants to be told when it changes.
-import { ask, credentials, events } from "/assets/dom.js";
+import { ask, complaint, credentials, events } from "/assets/dom.js";
 
 const POLL_MS = 1000;
 const N_SAMPLES = 300;
@@ -26,7 +26,7 @@ async function poll(path) {
   try {
     news = await ask(path);
   } catch (error) {
-    tell("trouble", error instanceof TypeError ? "The gateway does not answer." : error.message); // as fetch says it
+    tell("trouble", complaint(error));
   }
   setTimeout(poll, POLL_MS, news ? "/dashboard/cluster" : path);
   if (!news) return;
