@@ -8,6 +8,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Final, Generic, TypeVar
 
+from kvferry.client.errors import ClientError
+
 T = TypeVar("T")
 
 JOIN_S: Final = 10.0
@@ -37,6 +39,11 @@ class _Call(Generic[T]):
         else:
             self._task.cancel()
 
+    def refuse(self, error: Exception) -> None:
+        """In place of `begin`."""
+        self._coroutine.close()
+        self.result.set_exception(error)
+
     def wait_ended(self) -> None:
         """What was cancelled may have to be cleaned up before anything else is asked of the same stream."""
         self._ended.wait(JOIN_S)
@@ -57,14 +64,16 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._handing_over = threading.Lock()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry-client", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for the coroutine; an interrupt of the waiting thread cancels it."""
+        """Waits for the coroutine; an interrupt of the waiting thread cancels it. Raises ClientError after `close`."""
         call = _Call(coroutine)
         try:
-            self._loop.call_soon_threadsafe(call.begin)
+            self._hand_over(call)
             return call.result.result()
         except BaseException:
             if not call.result.done():
@@ -72,15 +81,26 @@ class LoopThread:
                 call.wait_ended()
             raise
 
+    def _hand_over(self, call: _Call[Any]) -> None:
+        with self._handing_over:  # a loop that ends takes what comes after its last round, and never looks at it
+            if self._is_closed:
+                call.refuse(ClientError("the client is closed"))
+            else:
+                self._loop.call_soon_threadsafe(call.begin)
+
     @property
     def is_closed(self) -> bool:
-        """For good."""
-        return self._loop.is_closed()
+        """For good; what was handed over before may still be ending."""
+        return self._is_closed
 
     def close(self) -> None:
-        """Ends what runs in it. Belongs to one thread, and comes last."""
-        self.run(_end_all_tasks())
-        self.run(self._loop.shutdown_asyncgens())
+        """Ends what runs in it, also for threads that wait for it."""
+        with self._handing_over:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        for last in (_end_all_tasks(), self._loop.shutdown_asyncgens()):
+            asyncio.run_coroutine_threadsafe(last, self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_S)
         if not self._thread.is_alive():

@@ -257,8 +257,9 @@ class Samples:
             raise StopIteration from None
 
     def close(self) -> None:
-        """Closes the stream; the turns go on."""
-        self._loop.run(self._async.aclose())
+        """Closes the stream; the turns go on. A closed client has done so."""
+        if not self._loop.is_closed:
+            self._loop.run(self._async.aclose())
 
     def cancel(self) -> None:
         """Ends all of them; each keeps the tokens that came."""
@@ -309,8 +310,9 @@ class Turn:
         self.close()
 
     def close(self) -> None:
-        """Closes the stream; the turn goes on."""
-        self._loop.run(self._async.aclose())
+        """Closes the stream; the turn goes on. A closed client has done so."""
+        if not self._loop.is_closed:
+            self._loop.run(self._async.aclose())
 
     def cancel(self) -> None:
         """Ends the turn; the stream then finishes with reason CANCELLED and keeps the tokens that came."""
