@@ -191,8 +191,6 @@ class _Director:
         match where:
             case Where.SERVING:
                 return (serving,)
-            case Where.ANOTHER:
-                return (others[0],)
             case Where.SERVING_AND_ANOTHER:
                 return (serving, others[0])
             case Where.COORDINATOR:

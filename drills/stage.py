@@ -87,7 +87,7 @@ class Conversation:
 
 
 class Stage:
-    """Begins all conversations when it is made; use `wait_for` and `end`."""
+    """Begins all conversations when it is made; see `wait` and `end`."""
 
     def __init__(self, client: Client, plans: Sequence[list[TurnRequest]], tenant: str) -> None:
         self.conversations = [Conversation(number, plan) for number, plan in enumerate(plans)]

@@ -115,18 +115,7 @@ def strike(what: str, seconds: float, unit: str, store: str) -> dict[str, Any]:
         "clock_at_boot": at_boot(),
     }
     state_of(what).write_text(json.dumps(struck))
-    healer = f"{HEALER}-{what}"
-    quietly("systemctl", "stop", f"{healer}.timer", f"{healer}.service")
-    quietly("systemctl", "reset-failed", f"{healer}.service")  # else its name is taken
-    heal_command = [sys.executable, str(HERE / "board.py"), "heal", what]
-    run(
-        "systemd-run",
-        "--quiet",
-        f"--unit={healer}",
-        f"--on-active={seconds}",
-        "--timer-property=AccuracySec=100ms",
-        *heal_command,
-    )
+    set_timer(what, seconds)
     process = main_process(unit)
     at = time.time()
     if what == "kill":
@@ -153,6 +142,22 @@ def strike(what: str, seconds: float, unit: str, store: str) -> dict[str, Any]:
     else:
         sys.exit(f"there is no way to do {what}")
     return {"at": at, "n_flipped": len(flips)}
+
+
+def set_timer(what: str, seconds: float) -> None:
+    """The board heals itself after so long, whoever is left to do it."""
+    healer = f"{HEALER}-{what}"
+    quietly("systemctl", "stop", f"{healer}.timer", f"{healer}.service")
+    quietly("systemctl", "reset-failed", f"{healer}.service")  # else its name is taken
+    heal_command = [sys.executable, str(HERE / "board.py"), "heal", what]
+    run(
+        "systemd-run",
+        "--quiet",
+        f"--unit={healer}",
+        f"--on-active={seconds}",
+        "--timer-property=AccuracySec=100ms",
+        *heal_command,
+    )
 
 
 def at_boot() -> float:

@@ -31,7 +31,6 @@ class Where(StrEnum):
     """Which part is struck, resolved when the moment has come."""
 
     SERVING = "the node that serves the first conversation"
-    ANOTHER = "another node"
     SERVING_AND_ANOTHER = "the node that serves the first conversation, and another one"
     COORDINATOR = "the coordinator"
     EVERYTHING = "every node and the coordinator"

@@ -1,4 +1,4 @@
-"""What a drill leaves in the folder for temporary files."""
+"""What `kvferry drill` says when it cannot do all of its work, and what it leaves behind."""
 
 from __future__ import annotations
 
