@@ -86,7 +86,11 @@ class Watcher:
             self._seen[session.session_id] = session.updated_at_ms
             task = asyncio.create_task(self._follow(session), name=f"watch {session.session_id}")
             self._following[session.session_id] = task
-            task.add_done_callback(lambda _: self._following.pop(session.session_id, None))
+            task.add_done_callback(lambda task: self._followed(session.session_id, task))
+
+    def _followed(self, session_id: str, task: asyncio.Task[None]) -> None:
+        if self._following.get(session_id) is task:  # else it was stopped, and who looks since has one of his own
+            del self._following[session_id]
 
     async def _follow(self, session: SessionInfo) -> None:
         turn = self._client.session(session.session_id).resume(session.open_turn_id or None)
