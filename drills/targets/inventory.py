@@ -21,7 +21,7 @@ from typing import Any, Final
 from kvferry.client.sdk import Client
 from kvferry.drills.errors import DrillImpossible
 from kvferry.drills.journal import Journal
-from kvferry.drills.scenarios import COORDINATOR, STORE, Disturbance, Injection, Scenario
+from kvferry.drills.scenarios import COORDINATOR, STORE, Disturbance, Injection, Scenario, Where
 from kvferry.drills.targets.base import Target
 from kvferry.drills.undo import RunCommand, SignalProcess
 
@@ -88,6 +88,11 @@ class InventoryTarget(Target):
         return frozenset(self._node_hosts)
 
     def start(self, scenario: Scenario) -> None:
+        both = sorted(set(self._members("coordinators")) & set(self._members("nodes")))
+        if both and any(injection.where is not Where.COORDINATOR for injection in scenario.injections):
+            raise DrillImpossible(
+                f"{', '.join(both)} is a coordinator and a node: a strike there would hit the coordinator alone."
+            )
         for number, injection in enumerate(scenario.injections):
             self._arm(number, injection)
 

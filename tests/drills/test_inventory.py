@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.drills.errors import DrillImpossible
 from kvferry.drills.journal import STATE_VARIABLE, Journal
-from kvferry.drills.scenarios import STORE, Disturbance
+from kvferry.drills.scenarios import SCENARIOS, STORE, Disturbance
 from kvferry.drills.targets import inventory
 from kvferry.drills.targets.inventory import InventoryTarget
 
@@ -59,6 +59,21 @@ def test_hosts_of_groups_in_a_group_belong_to_it(
     }
     ansible_lists(nested, tmp_path, monkeypatch)
     assert (target.node_ids, target.address) == ({"board1", "board2"}, "desk:7070")
+
+
+@pytest.mark.parametrize(("name", "is_done"), [("kill", False), ("store-rotten", False), ("coordinator-loss", True)])
+def test_a_node_that_shares_its_host_with_a_coordinator_is_not_struck_in_its_place(
+    target: InventoryTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_done: bool
+) -> None:
+    ansible_lists(LISTED | {"nodes": {"hosts": ["desk", "board1"]}}, tmp_path, monkeypatch)
+    armed: list[int] = []
+    monkeypatch.setattr(target, "_arm", lambda number, _injection: armed.append(number))
+    if is_done:
+        target.start(SCENARIOS[name])
+    else:
+        with pytest.raises(DrillImpossible, match="desk is a coordinator and a node"):
+            target.start(SCENARIOS[name])
+    assert armed == ([0] if is_done else [])
 
 
 class Played:
