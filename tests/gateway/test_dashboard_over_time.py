@@ -47,7 +47,7 @@ class Gateway:
         self.asked.append(f"/{path}")
         if path == "dashboard/chat":
             self.held.append(route)
-        elif (answer := self.answers.get(f"/{path}".split("?")[0])) is None:
+        elif (answer := self.answers.get(f"/{path}") or self.answers.get(f"/{path}".split("?")[0])) is None:
             route.fulfill(status=503, body=json.dumps({"error": {"message": "It is away."}}))
         else:
             route.fulfill(body=json.dumps(answer), content_type="application/json")
@@ -77,6 +77,17 @@ def node(name: str) -> dict[str, Any]:
         "node_id": name, "state": "live", "kernel_path": "x", "store_ok": True, "temperature_celsius": None,
         "store": None, "other_store": False, "other_key": False,
     }  # fmt: skip
+
+
+def tree(*prefixes: tuple[str, str]) -> dict[str, Any]:
+    """Of (id, parent's id); each has one branch more than is told."""
+    told = [
+        {"id": name, "parent_id": parent, "fingerprint": "f", "namespace": "", "start": 4 * bool(parent),
+         "end": 4 + 4 * bool(parent), "n_snapshots": 1, "n_children": 1,
+         "files": [{"name": f"{name}.kv", "start": 0, "end": 4, "n_bytes": 64, "used_at_ms": 0}]}
+        for name, parent in prefixes
+    ]  # fmt: skip
+    return {"prefixes": told, "n_snapshots": 1, "n_bytes": 64, "sessions": []}
 
 
 def rate(page: Any) -> str:
@@ -143,3 +154,18 @@ def test_an_answer_that_never_came_is_not_awaited(gateway):
     page.wait_for_selector("#talk .bad")
     assert page.locator("#talk .bad").inner_text() == "The gateway does not answer."
     assert page.locator("[aria-busy=true]").count() == 0
+
+
+def test_what_was_fetched_below_a_block_goes_with_it(gateway):
+    gateway.answers["/dashboard/store"] = tree(("old", ""))
+    gateway.answers["/dashboard/store?below=old"] = tree(("below", "old"))
+    page = gateway.page
+    page.goto("http://gateway/#store")
+    page.click("[data-id=old] rect")
+    page.click("text=Fetch 1 branch more")
+    page.wait_for_selector("[data-id=below]")
+    gateway.answers["/dashboard/store"] = tree(("new", ""))
+    with page.expect_response(lambda response: response.url.endswith("/store")):
+        page.clock.run_for(5000)
+    page.wait_for_selector("[data-id=new]")
+    assert page.locator("#tree [data-id]").count() == 1

@@ -94,7 +94,8 @@ function take({ prefixes: found, sessions: lying, ...rest }) {
   sessions = lying;
   totals = rest;
   const ids = new Set(found.map((prefix) => prefix.id));
-  prefixes = [...prefixes.filter((prefix) => prefix.kept && !ids.has(prefix.id)), ...found];
+  const isOf = (prefix) => ids.has(prefix.parent_id) && ids.add(prefix.id); // parents come before what is below them
+  prefixes = [...found, ...prefixes.filter((prefix) => prefix.kept && !ids.has(prefix.id) && isOf(prefix))];
   tree = treeOf(prefixes);
   if (!at(focusId)) focusId = "";
 }
