@@ -75,9 +75,10 @@ class ManagedProcess:
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
-        """Starts it in a session (and process group) of its own: a Ctrl-C in the terminal reaches only us.
+        """Starts it in a process group of its own: a Ctrl-C in the terminal reaches only us.
 
-        Raises ProcessFailed.
+        Not in a session: a frozen one, which cannot see that we are gone, is then thawed by the kernel, with a SIGHUP
+        before (POSIX on orphaned process groups). Raises ProcessFailed.
         """
         if self.is_running:
             raise ProcessFailed(f"{self.name} is already running.")
@@ -102,7 +103,7 @@ class ManagedProcess:
                     stdout=log,
                     stderr=log,
                     pass_fds=(read_fd,),
-                    start_new_session=True,
+                    process_group=0,
                     env=_inherited() | self.environment,
                 )
         except BaseException:

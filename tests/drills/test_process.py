@@ -145,8 +145,10 @@ def test_old_words_are_not_quoted_for_a_new_failure(managed):
         managed.wait_ready(20)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_children_end_when_their_parent_is_gone(managed, tmp_path, number):
+def test_children_end_when_their_parent_is_gone(managed, tmp_path, number, is_frozen):
+    """Also what a killed test had frozen: nobody would thaw it."""
     made_of = (managed.arguments, str(managed.ready_file), str(managed.log_file), managed.environment)
     parent_code = (
         "import time; from pathlib import Path; from kvferry.drills.process import ManagedProcess\n"
@@ -158,6 +160,10 @@ def test_children_end_when_their_parent_is_gone(managed, tmp_path, number):
     assert parent.stdout is not None
     with parent.stdout:
         child = psutil.Process(int(parent.stdout.readline()))
+    if is_frozen:
+        child.send_signal(signal.SIGSTOP)
+        while child.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
     parent.send_signal(number)
     parent.wait(10)
     deadline = time.monotonic() + 30
