@@ -133,12 +133,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         return await (fleet or self._fleets[0]).Register(request, timeout=2)
 
     async def heartbeat(self, fleet: fleet_pb2_grpc.FleetServiceAsyncStub | None = None) -> fleet_pb2.HeartbeatResponse:
+        told = list(self.published)
         request = fleet_pb2.HeartbeatRequest(
             node_id=self.node_id, boot_id=self.boot_id, load=self._load(), resident=self._resident(),
-            published=self.published, draining=self.script.draining,
+            published=told, draining=self.script.draining,
         )  # fmt: skip
         response = await (fleet or self._fleets[0]).Heartbeat(request, timeout=2)
-        self.published.clear()
+        self.published[:] = [one for one in self.published if one not in told]  # not what came meanwhile
         return response
 
     async def deregister(self) -> None:
