@@ -131,11 +131,15 @@ def test_a_session_that_is_gone_leaves_no_row_behind(gateway):
     assert gateway.page.locator("#session-rows tr[data-old]").count() == 0
 
 
-def test_another_conversation_begins_when_the_answer_to_this_one_has_ended(gateway):
-    page = gateway.page
+def ask(page):
     page.goto("http://gateway/#chat")
     page.fill("#words", "A river?")
     page.press("#words", "Enter")
+
+
+def test_another_conversation_begins_when_the_answer_to_this_one_has_ended(gateway):
+    page = gateway.page
+    ask(page)
     page.wait_for_selector(".assistant")
     assert page.locator("#afresh").is_disabled()
     (route,) = gateway.held
@@ -145,9 +149,7 @@ def test_another_conversation_begins_when_the_answer_to_this_one_has_ended(gatew
 
 def test_an_answer_that_never_came_is_not_awaited(gateway):
     page = gateway.page
-    page.goto("http://gateway/#chat")
-    page.fill("#words", "A river?")
-    page.press("#words", "Enter")
+    ask(page)
     page.wait_for_selector(".assistant[aria-busy=true]")
     (route,) = gateway.held
     route.abort()
